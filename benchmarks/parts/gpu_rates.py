@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import math
 import os
 import random
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -37,6 +40,7 @@ from benchmarks.parts.gpu_load import (
     timed,
     weight_bytes,
 )
+from benchmarks.parts.weight_reader import device_memory
 from headway.algorithms.samples import lay_out
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.select import build_engine
@@ -50,6 +54,7 @@ from headway.records.ledger import LedgerLine, StepRecord
 from headway.records.rollout import Rollout, Sample
 from headway.records.training import TrainBatch
 from headway.trainer.service import TrainerService
+from headway.weights.device_memory import CudaMemory
 from headway.weights.shared_memory import Publisher
 
 UPDATE_MODES: tuple[UpdateMode, ...] = ("keep", "recompute")
@@ -270,8 +275,11 @@ def publish_step(settings: Settings) -> None:
     for name, buffer in (("pageable", host), *([("pinned", host.pin_memory())] if settings.device == "cuda" else [])):
         copy_s = min(timed(settings, lambda b=buffer: b.to(settings.device, copy=True)) for _ in range(3))
         give(**{f"{name} host memory to the device, s/GB": round(copy_s / (4e-9 * host.numel()), 4)})
-    lack("by CUDA IPC", "weights on one GPU travel through host memory")
-    with Publisher(settings.run_id, dtype=DTYPES[settings.dtype]) as publisher:
+    if settings.device == "cpu":
+        lack("by CUDA IPC", "no GPU: a stand-in of shared memory")
+    give(**{"in the device's memory, s/GB": exported_rates(settings, source, repeats)})
+    memory = CudaMemory.of(next(iter(source.values())).device)
+    with Publisher(settings.run_id, dtype=DTYPES[settings.dtype], memory=memory) as publisher:
         for mode in UPDATE_MODES:
             best: dict[str, float] = {}
             for repeat in range(repeats):
@@ -301,6 +309,8 @@ def publish_step(settings: Settings) -> None:
                     continue  # new memory pages
                 seconds_of = {
                     "publish": published.publish_s,
+                    "snapshot": published.snapshot_s,
+                    "hash": published.hash_s,
                     "fetch": applied.fetch_s,
                     "pause": applied.pause_s,
                     "latency": published.publish_s + seconds,
@@ -310,6 +320,32 @@ def publish_step(settings: Settings) -> None:
                     key: min(round(value / size_gb, 4), best.get(key, math.inf)) for key, value in seconds_of.items()
                 }
             give(**{f"{mode}, s/GB": best}, gb=round(size_gb, 4), in_flight=rows)
+
+
+def exported_rates(settings: Settings, source: Mapping[str, Tensor], repeats: int) -> dict[str, float]:
+    """Seconds per GB of versions that stay in the device's memory, where a reader's process copies and checks them."""
+    memory, best = device_memory(settings.device, settings.folder), dict[str, float]()
+    command = [sys.executable, "-m", "benchmarks.parts.weight_reader", settings.device, settings.folder]
+    options: dict[str, Any] = {"dtype": DTYPES[settings.dtype], "memory": memory, "exports": True}
+    with (
+        subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader,
+        Publisher(settings.run_id, 2, **options) as publisher,
+    ):
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        for version in range(1, repeats + 3):
+            published = publisher.publish(version, another_version(source, version))
+            if not published.handle:
+                raise torch.OutOfMemoryError("no memory on the device for two versions")
+            print(msgspec.json.encode(published).decode(), file=reader.stdin, flush=True)
+            if not (line := reader.stdout.readline()):
+                raise RuntimeError(f"the reader of version {version} ended")
+            seconds_of = {"publish": published.publish_s, "snapshot": published.snapshot_s, "hash": published.hash_s}
+            seconds_of |= json.loads(line)
+            if version > 2:  # new memory
+                gb = published.size_bytes / 1e9
+                best = {key: min(round(value / gb, 4), best.get(key, math.inf)) for key, value in seconds_of.items()}
+    return best
 
 
 # --- the run -------------------------------------------------------------------------------------------------

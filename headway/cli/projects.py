@@ -117,6 +117,8 @@ def _new_gpu_project(name: str, model: str, pool: str) -> None:
         raise ConfigurationError(f"--template {GPU} needs --model; valid: a folder, or the like of Qwen/Qwen3-4B")
     folder, module_name = Path(name), _module_name(name, "math")
     machine = experiments.described_machine(pool) or read_machine()
+    if machine.obstacle:
+        raise ConfigurationError(f"--template {GPU}: {machine.obstacle}; or describe a machine by --machine POOL.toml")
     model_path = model_folder(model, weights=False, key="--model")
     setting_tables = {
         "run": {"directory": "runs/rl", "steps": 200},
@@ -131,8 +133,9 @@ def _new_gpu_project(name: str, model: str, pool: str) -> None:
     model_name = str(Path(model).resolve()) if model_path == model else model
     experiment_text = fitted_experiment(machine, model_name, model_path, setting_tables)
     write_files("math", folder, _substitutions(module_name), (TEMPLATES / GPU, experiment_text))
-    check_command = "make check" + (f" MACHINE={Path(pool).resolve()}" if pool else "")
-    typer.echo(f"{folder}: {model} on its GPUs\n\n  cd {folder}\n  make tasks\n  {check_command}\n  make run")
+    check_command = "make check" + (f" MACHINE={shlex.quote(str(Path(pool).resolve()))}" if pool else "")
+    hardware = "its GPUs" if machine.usable else "CPU cores, for want of a GPU"
+    typer.echo(f"{folder}: {model} on {hardware}\n\n  cd {folder}\n  make tasks\n  {check_command}\n  make run")
 
 
 def _substitutions(module: str) -> dict[str, str]:

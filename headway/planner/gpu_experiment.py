@@ -115,7 +115,7 @@ def _keys(choice: MemoryChoice) -> dict[str, dict[str, Any]]:
 def _lacking(machine: Machine, experiment: Experiment, sizes: ModelSizes) -> str:
     """The devices or memory whose capacity is too small, with both numbers; "" if none is."""
     for place in memory_places(uses := memory_uses(experiment, sizes), machine=machine):
-        is_device = place.name.startswith("cuda:") or (place.name == "memory" and not machine.usable)
+        is_device = place.name.startswith("cuda:") or place.name == "memory"
         if is_device and place.capacity_bytes and place.needed_bytes > FULL_SHARE * place.capacity_bytes:
             largest_use = max((use for use in uses if use.location == place.name), key=lambda use: use.total_bytes)
             need_text = f"{largest_use.name} makes {place.name} need {gibibytes(place.needed_bytes)}"
@@ -186,7 +186,7 @@ def _text(
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_toml(part)}" for key, part in value.items()) + " }"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def has_chat_template(folder: str) -> bool:

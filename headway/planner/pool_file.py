@@ -103,12 +103,13 @@ def read_pool(path: str | Path, catalogue: Catalogue) -> PlanPool:
 
 def machine_of(pool: PlanPool, path: str) -> Machine:
     """The machine that the pool's first entries without nodes describe, as many of their devices as it holds. Raises
-    ConfigurationError for a device whose memory the catalogue doesn't know."""
+    ConfigurationError where there is none, and for a device whose memory the catalogue doesn't know."""
     gpus, main_memory = list[Gpu](), 0
-    for entry in pool.classes:
+    local_entries = [entry for entry in pool.classes if not entry.nodes]
+    if not local_entries:
+        raise ConfigurationError(f"{path}: all its devices are of nodes; valid: an entry without, for the machine")
+    for entry in local_entries:
         figures, name = entry.device.figures, entry.device.name
-        if entry.nodes:  # other machines
-            continue
         if "bfloat16" not in figures.flops_per_s and "float32" in figures.flops_per_s:  # cores of a CPU
             main_memory = int(figures.memory_bytes or 0)
             continue

@@ -47,14 +47,17 @@ class TrainerClient:
         *,
         log_directory: str | Path | None = None,
         host_of: Callable[[str], Awaitable[str]] | None = None,
+        exports_weights: bool = False,
     ) -> None:
-        """``host_of(node)``: the address by which others reach a node ("": this machine); needed for ranks on nodes."""
+        """``host_of(node)``: the address by which others reach a node ("": this machine); needed for ranks on nodes.
+        ``exports_weights``: see `ModelService`; not after `set_devices`."""
         self._launcher = launcher
         self._experiment = experiment
         self._run_id = run_id
         self._log_directory = log_directory
         self.workers: tuple[WorkerHandle, ...] = ()  # the ranks, rank 0 first; empty when none is running
         self._host_of = host_of
+        self._exports_weights = exports_weights
         self._rendezvous = ""
         self._starts = 0
         self._restarts = 0
@@ -90,6 +93,7 @@ class TrainerClient:
 
     def set_devices(self, devices: tuple[str, ...]) -> None:
         """Set the devices, one per rank, for the next start."""
+        self._exports_weights = False  # the first devices had the memory
         trainer_config = self._experiment.trainer.model_copy(update={"devices": devices})
         self._experiment = self._experiment.model_copy(update={"trainer": trainer_config})
 
@@ -197,6 +201,7 @@ class TrainerClient:
                 "rank": rank,
                 "world_size": len(self._experiment.trainer.devices),
                 "rendezvous": self._rendezvous,
+                "exports_weights": self._exports_weights,
             },
             device=device,
             preload=MODEL_CODE,

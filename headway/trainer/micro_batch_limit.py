@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import torch
@@ -59,6 +60,16 @@ class MicroBatchLimit:
             raise OutOfDeviceMemory(f"{cause_text}; valid: {valid_text}, or trainer.gradient_checkpointing = 'full'")
         self.halved = f"{cause_text}: they have at most {half} from now on"
         self.samples, self.tokens = (half, self.tokens) if self._is_fixed else (self.samples, half)
+
+
+@contextmanager
+def reporting_shortage() -> Iterator[None]:
+    """Raise OutOfDeviceMemory for an optimiser's state, made before any weight changes, or a publication too large."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        problem = f"optimiser and published weights don't fit in a device's memory ({_shortage_of(error)})"
+        raise OutOfDeviceMemory(f"{problem}; valid: model.adapter, a smaller model or larger devices") from error
 
 
 def _shortage_of(error: BaseException) -> str:

@@ -33,6 +33,7 @@ from headway.runtime.transport.paths import Location, choose_path
 from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
+from headway.trainer.micro_batch_limit import reporting_shortage
 from headway.trainer.optimizer import learning_rate
 from headway.trainer.peak_flops import measure_peak_flops
 from headway.trainer.policy import PolicyGradient
@@ -42,7 +43,6 @@ from headway.trainer.token_recorder import TokenRecorder
 from headway.weights.device_memory import CudaMemory
 from headway.weights.shared_memory import Publication, Publisher
 
-_READ_DEVICES = ("torch", "vllm")  # engines that map the trainer's device memory
 MODEL_FOLDER = "model"  # of a checkpoint
 ADAPTER_FOLDER = "adapter"  # in its place if an adapter is trained
 OPTIMISER_FILE = "optimizer.safetensors"
@@ -54,6 +54,8 @@ class ModelService:
 
     ``context``: the worker's (device, log). ``settings``: of the forward pass and the optimiser.
     """
+
+    exports_weights = False  # whether versions stay in this GPU's memory where every replica's GPU reads it
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class ModelService:
         (_, publish_future), self._begun = self._begun, None
         return publish_future
 
+    @reporting_shortage()
     def _begin(self, version: int) -> Publication:
         if self._begun is not None:  # two at a time would share their memory
             wait([self._begun[1]])
@@ -106,15 +109,16 @@ class ModelService:
         return msgspec.structs.replace(published, adapter="" if self.learner.lora is None else POLICY_ADAPTER)
 
     def _open_publisher(self) -> Publisher:
-        """Open a publisher in this GPU's memory, if all replicas read that; else in shared memory."""
+        """Open a publisher in this GPU's memory, if it has space and all replicas read it; else in shared memory."""
         memory, generator = CudaMemory.of(self.learner.device), self.experiment.generator
         trainer_at, dtype = Location.of(self.experiment.trainer.devices[0]), DTYPES[generator.dtype]
-        # A server reads the host's memory. Offloaded, neither side may keep much on the device.
-        reads = generator.engine in _READ_DEVICES and self.learner.lora is None and not self.experiment.run.offload
-        routes = {choose_path(trainer_at, Location.of(name), CudaMemory.reaches) for name in generator.devices if reads}
-        exports_memory = memory is not None and routes == {"cuda ipc"}
+        readers = [Location.of(name) for name in generator.devices if self.exports_weights]
+        routes = {choose_path(trainer_at, reader, CudaMemory.reaches) for reader in readers}
+        exports = memory is not None and routes == {"cuda ipc"}
+        # A side that takes turns computes nothing beside the copy to the host.
+        options: dict[str, Any] = {"exports": exports, "snapshots": not self.experiment.run.offload}
         # The newest announced version stays while the next is written.
-        return Publisher(self._run_id, 2 if exports_memory else 3, dtype=dtype, memory=memory, exports=exports_memory)
+        return Publisher(self._run_id, 2 if exports else 3, dtype=dtype, memory=memory, **options)
 
     def offload(self) -> MemoryMove:
         """Move weights, accumulated gradients and the optimiser's state off the device: from a GPU to pinned host
@@ -166,12 +170,14 @@ class TrainerService(ModelService):
         rank: int = 0,
         world_size: int = 1,
         rendezvous: str = "",
+        exports_weights: bool = False,
     ) -> None:
         validated = validate_experiment(experiment, "experiment")
         settings = validated.trainer
         ranks = Ranks(rank, world_size, rendezvous, use_device(context.device))
         replays, pixels = replayed_routing(validated) is not None, PixelStore(Path(validated.run.directory) / FOLDER)
         super().__init__(context, validated, run_id, settings, ranks, replays=replays, pixels=pixels)
+        self.exports_weights = exports_weights
         uses_native = native_kernels_enabled() and settings.dtype == "float32" and torch.get_num_threads() == 1
         if uses_native and (reason := missing_reason(torch.float32, self.learner.device)):
             context.log.warning("training without the native kernels, which costs a tenth of the speed: %s", reason)
@@ -182,6 +188,7 @@ class TrainerService(ModelService):
         # After the sum every rank has all values; rank 0 can write to the run's folder, since it writes checkpoints.
         self._recorder = TokenRecorder(validated.run.directory, validated.ledger) if rank == 0 else None
 
+    @reporting_shortage()
     def train_step(self, batch: FlatBatch) -> StepReport:
         """Train on one batch. Raises StepRefused if its step isn't the present version."""
         if batch.step != self.version:
@@ -212,6 +219,7 @@ class TrainerService(ModelService):
             metrics=self.policy.metrics(accumulated.progress),
         )
 
+    @reporting_shortage()
     def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
         """Apply the gradients of all parts since the last step, which makes a version (see
         `PolicyGradient.optim_step`). ``settings``: by default the run's."""

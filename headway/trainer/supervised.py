@@ -22,7 +22,7 @@ from headway.records.errors import ConfigurationError, NoProgress
 from headway.records.training import MAX_CONSECUTIVE_SKIPS
 from headway.trainer.checkpoints import CheckpointState
 from headway.trainer.learner import Update
-from headway.trainer.micro_batch_limit import MicroBatchLimit
+from headway.trainer.micro_batch_limit import MicroBatchLimit, reporting_shortage
 from headway.trainer.optimizer import learning_rate
 from headway.trainer.service import ModelService
 
@@ -74,6 +74,7 @@ class SupervisedService(ModelService):
                 loss_sum -= float(scores.logprobs_m.sum())
         return loss_sum / arrays.loss_tokens
 
+    @reporting_shortage()
     def steps(self, count: int) -> dict[str, float]:
         """Take ``count`` optimiser steps.
 

@@ -128,6 +128,6 @@ def root_of(version: int, manifest: bytes, table: np.ndarray) -> str:
 
 
 def differing_block(table: np.ndarray, expected: np.ndarray, blocks: Sequence[Block]) -> Block | None:
-    """The first block whose hash isn't the expected one; None if there is none."""
-    differing_rows = np.flatnonzero(table != expected) if table.shape == expected.shape else np.empty(0, np.int64)
+    """The first block whose hash isn't the expected one, the last in a table of another length; None if none is."""
+    differing_rows = np.flatnonzero(table != expected) if table.shape == expected.shape else np.array([-1])
     return blocks[int(differing_rows[0])] if len(differing_rows) else None

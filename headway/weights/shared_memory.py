@@ -14,11 +14,12 @@ publisher is known as such.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from headway.weights.layout import Layout
 from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, default_folders, new_slot, table_start
 from headway.weights.slots import SlotLock, hold, slot_stem
 
+log = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes, of a reader's buffer: for the fastest reads
 _Read = Callable[[int, int], bytes]  # of a file: from the first byte to before the last
 _READERS_S = 5.0  # that an update waits for the readers of a slot in device memory, before it takes other memory
@@ -44,8 +46,8 @@ class Publisher:
 
     ``directory``: where the files lie; default /dev/shm, or the temporary folder where that is missing or too small.
     ``dtype``: convert floating tensors while copying (a bfloat16 generator under a float32 trainer).
-    ``memory``: the device's in which the tensors are. It takes a snapshot, so that the copy to the host runs beside the
-    device's next work; or, with ``exports``, it has the payload of all slots, and nothing is copied to the host.
+    ``memory``: the device's in which the tensors are. With ``snapshots``, and space, it takes one, so that the copy to
+    the host runs beside the device's next work; or, with ``exports`` and space, it has the payload of all slots.
     """
 
     def __init__(
@@ -57,16 +59,16 @@ class Publisher:
         dtype: torch.dtype | None = None,
         memory: DeviceMemory | None = None,
         exports: bool = False,
+        snapshots: bool = True,
     ) -> None:
         if slots < 2:
             raise ConfigurationError(f"weights: slots = {slots}: at least 2, or a reader always races the writer")
         self._stem = slot_stem(run_id)
         self._slots = slots
         self._dtype = dtype
-        self._memory, self._exports = memory, exports
+        self._memory, self._exports, self._snapshots = memory, exports, snapshots and not exports
         self._folders = [Path(directory)] if directory is not None else default_folders()
         self._open: dict[int, _Slot] = {}
-        self._snapshot: tuple[Layout, Tensor] | None = None
         self._next = 0
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> PublishedWeights:
@@ -80,14 +82,18 @@ class Publisher:
             raise ValueError(f"version = {version}: must not be negative")
         started_s = time.perf_counter()
         layout = Layout.of(tensors, self._dtype, "lanes" if self._exports else "xxh3")
-        slot = self._slot(layout)
+        try:
+            slot = self._slot(layout)
+        except torch.OutOfMemoryError:  # a slot on the device stays until its turn to be replaced
+            self._exports = False
+            log.warning("no memory for version %d on the GPU: weights go through the host from now on", version)
+            return self.begin(version, tensors)
         slot.write_versions(UNWRITTEN, UNWRITTEN)
-        views, snapshot = slot.views, None
-        if self._memory is not None and not self._exports:
-            if self._snapshot is None or self._snapshot[0] != layout:
-                self._snapshot = layout, self._memory.allocate(layout.payload_size)
-            snapshot = self._snapshot[1]
-            views = layout.views(snapshot)
+        snapshot = None
+        with suppress(torch.OutOfMemoryError):  # without space the tensors are copied to the slot now
+            if self._memory is not None and self._snapshots:
+                snapshot = self._memory.allocate(layout.payload_size)
+        views = slot.views if snapshot is None else layout.views(snapshot)
         with torch.no_grad():
             for name, view in views.items():
                 view.copy_(tensors[name])
@@ -100,7 +106,7 @@ class Publisher:
         if slot is not None and slot.layout == layout and slot.wait_for_readers(_READERS_S):
             return slot
         if slot is not None:
-            slot.unlink()
+            self._open.pop(self._next).unlink()
         self._open[self._next] = slot = self._create(layout)
         return slot
 
@@ -119,7 +125,7 @@ class Publisher:
         )
 
     def close(self) -> None:
-        """Remove the files; readers that still map one keep what they have."""
+        """Remove the files, but not a successor's; readers that still map one keep what they have."""
         for slot in self._open.values():
             slot.unlink()
         self._open.clear()
@@ -137,14 +143,15 @@ class _Slot:
     def __init__(self, path: Path, layout: Layout, memory: DeviceMemory | None, exports: bool) -> None:
         self.path, self.layout, self.handle = path, layout, ""
         self._lock: SlotLock | None = None
+        device_payload = memory.allocate(layout.payload_size) if memory is not None and exports else None
         self._map = new_slot(path, layout.payload_start + (0 if exports else layout.payload_size))
+        self._inode = path.stat().st_ino
         self.write_versions(UNWRITTEN, UNWRITTEN)
         self._map[HEADER.size : HEADER.size + len(layout.manifest)] = layout.manifest
         self.table = np.frombuffer(self._map, np.uint64, len(layout.blocks), layout.table_start)
-        if memory is not None and exports:
+        if memory is not None and device_payload is not None:
             self._lock = SlotLock(path, owner=True)
-            self.payload = memory.allocate(layout.payload_size)
-            self.handle = memory.export(self.payload)
+            self.payload, self.handle = device_payload, memory.export(device_payload)
             self.wait_for_readers(_READERS_S)  # there are none; none may come before it is written
         else:
             payload_array = np.frombuffer(self._map, dtype=np.uint8, offset=layout.payload_start)
@@ -168,19 +175,20 @@ class _Slot:
             self._lock.release()
 
     def unlink(self) -> None:
-        self.path.unlink(missing_ok=True)
+        if self.path.exists() and self.path.stat().st_ino == self._inode:  # else it is gone, or a successor's
+            self.path.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.close()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Publication:
     """A version that is being published: its tensors are copied, its checksum is not made. Readers find no version in
     the slot before `finish`; a publication that its process doesn't finish is never one."""
 
     slot: _Slot
     version: int
-    snapshot: Tensor | None  # of the payload, in device memory; None: it is in the slot
+    snapshot: Tensor | None  # of the payload, in device memory until `finish`; None: it is in the slot
     beside: AbstractContextManager[None]  # of the work that follows the snapshot
     snapshot_s: float
 
@@ -195,6 +203,7 @@ class Publication:
                 slot.table[:] = hash_lanes(lane_sums(slot.payload), layout.blocks)
             else:
                 slot.table[:] = hash_blocks(slot.payload.numpy(), layout.blocks)[0]
+        self.snapshot = None  # its memory is the next step's
         checksum = root_of(self.version, layout.manifest, slot.table)
         slot.write_versions(self.version, self.version)
         slot.admit_readers()
@@ -255,10 +264,8 @@ class Subscriber:
 
     def keep(self) -> None:
         """Keep the last fetch's tensors valid until the next call of this: fetches fill another buffer meanwhile."""
-        self._kept, (self._buffer, self._in_device, self._views) = (
-            (self._buffer, self._in_device, self._views),
-            self._kept,
-        )
+        latest = self._buffer, self._in_device, self._views
+        (self._buffer, self._in_device, self._views), self._kept = self._kept, latest
 
     def forget(self) -> None:
         """Free what was fetched; mappings stay, for as long as a reader has one the publisher's death removes none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import subprocess
 from typing import Any
 
 import msgspec
@@ -13,11 +14,12 @@ from kernel_evaluators import opened
 from kernel_sources import TASK, submission
 
 from headway.kernels.evaluator import EvaluatorSettings, KernelEvaluator
-from headway.kernels.gpu_targets import NO_KERNEL, NOT_RUN
+from headway.kernels.gpu_targets import NO_KERNEL, NOT_RUN, CudaExtension, _compile_cuda, _has_instructions
 from headway.kernels.operators import check_operators
 from headway.kernels.prompts import feedback
 from headway.kernels.reward import kernel_reward
 from headway.records.errors import ConfigurationError
+from headway.records.sandbox import ExecResult
 
 CUDA_TASK = msgspec.structs.replace(TASK, backend="cuda", forbidden_operators=())
 KERNEL = """
@@ -131,11 +133,13 @@ def test_a_compiler_that_compiles_nothing_earns_nothing(shared):
         checked = candidate("#ifndef GOOD\n#error no flags\n#endif\n" + KERNEL + "broken", extension=flags)
         empty = candidate("torch::Tensor run(torch::Tensor x, double slope) { return x; }")
         none = candidate(extension="", init="self.run = torch.relu")
-        found = await asyncio.gather(*(evaluator.evaluate(cuda(source)) for source in (checked, empty, none)))
-        assert [evaluation.compiled for evaluation in found] == [False] * 3, found
+        named = candidate('__device__ char name[] = ".text.leaky";\nint run(int x) { return x; }')
+        sources = (checked, empty, none, named)
+        found = await asyncio.gather(*(evaluator.evaluate(cuda(source)) for source in sources))
+        assert [evaluation.compiled for evaluation in found] == [False] * 4, found
         assert "broken" in found[0].log
         assert "no flags" not in found[0].log
-        assert [evaluation.cheat for evaluation in found[1:]] == [NO_KERNEL] * 2
+        assert [evaluation.cheat for evaluation in found[1:]] == [NO_KERNEL] * 3
 
     shared(use)
 
@@ -150,6 +154,36 @@ def test_a_model_that_cannot_be_made_has_its_own_fault_beside_the_credit(shared)
         assert kernel_reward(found) == 0.1
 
     shared(use)
+
+
+@installed
+@pytest.mark.parametrize(("source", "has_kernel"), [
+    ("__global__ void leaky(float* y) { y[0] = 1; }", True),
+    ('__device__ char name[] = ".text.leaky";\nint run(int x) { return x; }', False),
+])  # fmt: skip
+def test_a_kernel_is_a_section_of_instructions(source, has_kernel, tmp_path):
+    (tmp_path / "k.cu").write_text(source)
+    subprocess.run(["nvcc", "-arch=sm_90", "-cubin", "-o", "k.cubin", "k.cu"], cwd=tmp_path, check=True)
+    assert _has_instructions((tmp_path / "k.cubin").read_bytes()) is has_kernel
+
+
+def test_extensions_share_the_time_of_their_candidate():
+    """Each compiler gets what the ones before it left."""
+    limits = []
+
+    class Box:
+        async def write(self, path, content): ...
+
+        async def exec(self, command):
+            limits.append(command.timeout_s)
+            return ExecResult(exit_code=0, duration_s=40.0)
+
+        async def read(self, path):
+            return bytes(64)
+
+    extensions = [CudaExtension(sources=["int x;"], flags=[])] * 3
+    assert asyncio.run(_compile_cuda(Box(), extensions, 60.0)).error == NO_KERNEL
+    assert limits == [60.0, 20.0, 0.1]
 
 
 def test_without_nvcc_the_back_end_is_refused_by_name(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm_engines import CONTEXT_TOKENS, PublishedEngine, make_engine, model_of, needs_vllm, publisher
 
-from headway.config.engines import VLLM_TEMPERATURES
+from headway.config.auto import VLLM_TEMPERATURES
 from headway.generator.engines.settings import EngineSettings
 from headway.models.loading import weights_of
 from headway.records.errors import WeightsCorrupt, WeightsMismatch

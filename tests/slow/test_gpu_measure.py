@@ -48,6 +48,8 @@ def test_steps_run_on_a_cpu_within_a_minute_of_a_core(tmp_path: Path) -> None:
     assert by_step["engine"]["measured"]["tiny"].keys() == {"1", "4"}
     assert len(by_step["trainer"]["measured"]["tiny, a quarter step by the profiler"]["top"]) == 15
     assert by_step["publish"]["measured"]["keep, s/GB"]["pause"] > 0
+    exported = by_step["publish"]["measured"]["in the device's memory, s/GB"]
+    assert min(exported[name] for name in ("publish", "snapshot", "hash", "fetch", "copy", "check")) > 0
     assert by_step["loop"]["measured"]["budget 2"]["max_staleness"] <= 2
     assert by_step["loop"]["measured"]["budget 0"]["max_staleness"] == 0
     assert all(line["card"] == "CPU" and line["code"].keys() >= {"models", "engine"} for line in lines)

@@ -136,7 +136,7 @@ def _vllm_server(settings: EngineSettings, device: Device) -> Engine[Any]:
         slots=settings.slots,
         context_tokens=settings.max_context_tokens,
         adapters=adapter_arguments,
-        again=settings.restarted or is_managed,
+        again=settings.restarted and not is_managed,
     )
     engine = VllmServerEngine(server, server_info, published_model, settings, _tokenizer(settings), adapters)
     engine.bias = _bias(settings, published_model.shape)

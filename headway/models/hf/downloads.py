@@ -18,15 +18,15 @@ def model_folder(name: str, *, stored: str = "", weights: bool = True, key: str 
     HF_TOKEN and HF_HUB_OFFLINE apply. Anything but ORGANISATION/MODEL[@REVISION] is a folder already, as is a name
     without a revision whose first part is a folder here.
 
-    ``stored``: the folder that the run to be resumed has; a name without a revision keeps its commit. ``weights``:
-    needed too. Raises ConfigurationError.
+    ``stored``: the folder that the run to be resumed has, whose commit is kept, also where a branch has moved, unless
+    the name has another commit. ``weights``: needed too. Raises ConfigurationError.
     """
     match = _NAME.fullmatch(name)
     if match is None or Path(name).exists() or (match[2] is None and Path(name).parent.is_dir()):
         return name
     repository, revision = match[1], match[2]
     stored_name, _, commit = hf_name(stored).partition("@")
-    if revision is None and stored_name == repository:
+    if commit and stored_name == repository and not re.fullmatch("[0-9a-f]{40}", revision or ""):
         revision = commit
     return _download(repository, revision, weights, f"{key} = {name!r}")
 

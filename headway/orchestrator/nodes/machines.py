@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from headway.config.engines import SERVER_START_S, starts_vllm
 from headway.config.schema import Experiment
 from headway.config.section import ANY_NODE
 from headway.orchestrator.nodes.file_distribution import FilesLauncher
@@ -67,10 +68,13 @@ class NodeCheck:
     missing: dict[str, str] | None = None  # gets nodes that haven't joined in time -> why; None: that is an error
 
 
-def _start_limit_s(model: str) -> float:
-    """Seconds after which a worker whose model isn't loaded from folder ``model`` yet is killed."""
-    weight_files = Path(model).glob("*.safetensors") if Path(model).is_dir() else ()
-    return _START_S + sum(file.stat().st_size for file in weight_files) / _READ_BYTES_PER_S
+def _start_limit_s(experiment: Experiment) -> float:
+    """Seconds after which a worker whose model isn't loaded is killed; a replica reports its own server before that."""
+    folder, generator = Path(experiment.model.path), experiment.generator
+    weight_files = folder.glob("*.safetensors") if folder.is_dir() else ()
+    has_servers = generator.engine == "vllm-server" and starts_vllm(generator.engine, generator.devices)
+    reading_s = sum(file.stat().st_size for file in weight_files) / _READ_BYTES_PER_S
+    return _START_S + has_servers * SERVER_START_S + reading_s
 
 
 @asynccontextmanager
@@ -93,7 +97,7 @@ async def open_machines(
     them are registered; ``check``: this is no run, but a check of one. Raises ConfigurationError (address, key, a
     device on a node that isn't listed), NodeLost when a node doesn't join in time.
     """
-    start_timeout_s = _start_limit_s(experiment.model.path)
+    start_timeout_s = _start_limit_s(experiment)
     local_launcher = LocalLauncher(clock, start_timeout_s=start_timeout_s, on_event=on_event, waits=waits)
     cluster = experiment.cluster
     names = needed_nodes(experiment)

@@ -18,7 +18,7 @@ from headway.generator.client import GeneratorPool
 from headway.orchestrator.nodes.machines import Machines, NodeCheck, open_machines
 from headway.orchestrator.preflight.calibration_load import CalibrationLoad
 from headway.orchestrator.preflight.logprob_agreement import require_agreement, trainer_scores
-from headway.orchestrator.preflight.memory import peak_resident_bytes
+from headway.orchestrator.preflight.memory import exports_weights, peak_resident_bytes
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
 from headway.orchestrator.task_sets import named_verifiers
 from headway.records.check_report import Calibration
@@ -122,7 +122,8 @@ class _CalibrationRun:
         self._clock: Clock = RealClock()
         launcher, bring_to = machines.launcher, machines.bring_to
         self._generator = GeneratorPool(launcher, experiment, self._clock, on_event=self._on_event, bring_to=bring_to)
-        self._trainer = TrainerClient(launcher, experiment, identity, host_of=machines.host_of)
+        trainer_options = {"host_of": machines.host_of, "exports_weights": exports_weights(experiment)}
+        self._trainer = TrainerClient(launcher, experiment, identity, **trainer_options)
         named_settings = named_verifiers(experiment, {"train": tasks})
         self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named_settings, retries=0)
         tokenizer = Tokenizer.of(experiment)

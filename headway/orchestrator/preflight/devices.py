@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from itertools import combinations
 
-from headway.config.auto import Machine
+from headway.config.auto import Machine, replicas
 from headway.config.schema import Experiment
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, cuda_device_count, parse_device
 
 # CUDA's major version -> the first driver that runs its programs (NVIDIA, "CUDA Compatibility", table 1)
-_LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
+_LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}
 
 
 def device_findings(experiment: Experiment, machine: Machine) -> Findings:
@@ -74,10 +74,9 @@ def _check_gpus(
         if device.kind == "cuda" and not device.node:
             gpu_count = rank_count if key == "generator.devices" else 1
             key_by_gpu |= dict.fromkeys(range(device.first, device.first + gpu_count), key)
-    if key_by_gpu and not machine.torch_cuda and machine.gpus:
-        findings.error(
-            next(iter(key_by_gpu.values())), "torch is a build for CPUs here; docs/install.md has the one for GPUs"
-        )
+    if machine.obstacle and not (key_by_gpu and machine.torch_cuda):  # a slice is a GPU for torch
+        add_finding = findings.error if key_by_gpu else findings.warning
+        add_finding(next(iter(key_by_gpu.values()), "generator.devices"), machine.obstacle)
     for gpu_index, key in key_by_gpu.items():
         if gpu_index >= len(machine.cuda):
             continue
@@ -88,24 +87,24 @@ def _check_gpus(
             problem_text = f"'bfloat16': cuda:{gpu_index} ({gpu.name}) can't multiply it (compute capability below 8.0)"
             findings.error(f"{section}.dtype", f"{problem_text}; valid: float32")
     _check_driver(key_by_gpu, machine, findings)
+    others = [f"cuda:{n} ({gpu.users})" for n, gpu in enumerate(machine.cuda) if gpu.users and n not in key_by_gpu]
+    if others:
+        findings.info("generator.devices", f"left out, because others use them: {', '.join(others)}")
     unused = [n for n in machine.usable if n not in key_by_gpu and not machine.cuda[n].users]
-    if unused and len(unused) % rank_count == 0:
-        listed = ", ".join(f"cuda:{n}" for n in unused)
-        value = [*experiment.generator.devices, *(f"cuda:{n}" for n in unused[::rank_count])] if key_by_gpu else "auto"
+    first_gpus, names = replicas(unused, rank_count), experiment.generator.devices
+    if first_gpus and not any("://" in name for name in names):
+        listed = ", ".join(f"cuda:{n}" for first in first_gpus for n in range(first, first + rank_count))
+        value = [*names, *(f"cuda:{n}" for n in first_gpus)] if key_by_gpu else "auto"
         keys = "generator.devices" if key_by_gpu else "generator.devices and trainer.devices"
         findings.warning("generator.devices", f"{listed} of this machine would be idle; {keys} = {json.dumps(value)} "
                          "uses all")  # fmt: skip
 
 
 def _check_driver(used: dict[int, str], machine: Machine, findings: Findings) -> None:
-    if not machine.gpus:
-        if not machine.described and cuda_device_count() and not used:
-            findings.warning("generator.devices", "nvidia-smi doesn't list this machine's GPUs: name them, as cuda:0")
-        return
-    if machine.described:
-        return
-    cuda_major, driver_major = machine.torch_cuda.partition(".")[0], machine.driver.partition(".")[0]
-    oldest = _LEAST_DRIVERS.get(int(cuda_major or 0), 0)
+    if not machine.gpus and not machine.described and not used and cuda_device_count():
+        findings.warning("generator.devices", "nvidia-smi doesn't list this machine's GPUs: name them, as cuda:0")
+    driver_major = machine.driver.partition(".")[0]  # of a described machine none
+    oldest = _LEAST_DRIVERS.get(machine.torch_cuda.partition(".")[0], 0)
     if used and driver_major.isdecimal() and int(driver_major) < oldest:
         findings.error(
             next(iter(used.values())),

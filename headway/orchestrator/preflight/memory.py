@@ -16,7 +16,8 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 - a GPU that both sides share under ``run.offload``: the larger side alone, and both contexts; what they offload is in
   the machine's memory
 - published weights: 3 versions of P·b (of an adapter A·b) in /dev/shm, which is main memory and counted there too; the
-  system shows them once more in every process that reads them
+  system shows them once more in every process that reads them. The trainer's GPU has a snapshot, P·b, until it is
+  copied: in the memory of the gradients, which are freed then. `exports_weights` says where the GPU has the versions
 - checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
 - kept sets: the ids of every response token where top_p or top_k leave some out, as many as
@@ -128,6 +129,24 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     ]
     other_uses = (MemoryUse(name=name, location=location, parts=parts) for name, location, parts in uses)
     return [*_generators(experiment, model), *_trainers(experiment, model), *other_uses]
+
+
+def exports_weights(experiment: Experiment, machine: Machine | None = None) -> bool:
+    """Whether versions stay in the memory of rank 0's GPU, two at a time, for replicas on this machine's GPUs. Their
+    buffers are then there too, in the memory that loading took, unless the weights are float32."""
+    generator, trainer_device = experiment.generator, experiment.trainer.devices[0]
+    on_gpus = all(name.startswith("cuda:") for name in (trainer_device, *generator.devices))
+    is_changing = experiment.run.offload or experiment.control.devices == "move"
+    if generator.engine != "torch" or experiment.model.adapter is not None or is_changing or not on_gpus:
+        return False
+    model, copies = sizes_of(experiment.model.path), Counter({trainer_device: 2})
+    copies.update(generator.devices if generator.dtype == "float32" else ())
+    copy_bytes = model.parameters * bytes_of(generator.dtype)
+    return all(
+        location.needed_bytes + copies[location.name] * copy_bytes <= FULL_SHARE * (location.capacity_bytes or 0)
+        for location in memory_places(memory_uses(experiment, model), machine=machine)
+        if location.name in copies
+    )
 
 
 def expert_bytes(experiment: Experiment) -> int:

@@ -14,15 +14,19 @@ from planned_run import calibration_of, lengths_of, shape_of
 from rich.console import Console
 
 from headway.cli import main as cli
+from headway.config.auto import Gpu, Machine
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.control.lengths import LengthDistribution
 from headway.control.tuning.forecast import forecast
 from headway.orchestrator.preflight import preview as previewing
+from headway.orchestrator.preflight.experiment_file import load_experiment
+from headway.orchestrator.preflight.run_directory import directory_findings
 from headway.records.check_report import Calibration, CheckReport, Finding, MemoryPlace, MemoryUse
 from headway.records.errors import WorkerDied
 from headway.report.preview import print_preview
 from headway.report.progress_bars import CalibrationProgress
+from headway.runtime.run_directory import RunDirectory
 
 GIB = 2**30
 
@@ -278,3 +282,26 @@ def test_rates_of_an_environment_are_said_to_be_left_out(
     )
     assert [finding.key for finding in report.findings] == shown == said
     assert report.calibration is None
+
+
+def test_a_run_that_is_there_is_checked_with_its_engine_and_dtypes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Resolved on a machine with GPUs, and checked on one without."""
+    monkeypatch.chdir(tmp_path)
+    text = '[run]\ndirectory = "run"\n[model]\npath = "model"\n[tasks.train]\npath = "tasks.jsonl"\n'
+    Path("experiment.toml").write_text(text)
+    gpu = Gpu(index=0, name="H100", memory_bytes=80 << 30, free_bytes=80 << 30)
+    begun = load_experiment("experiment.toml", machine=Machine(gpus=(gpu,), torch_cuda="13.0"))
+    with RunDirectory("run") as run:
+        run.begin(begun, resume=False)
+    checked: list[Finding] = []
+
+    def stand_in(experiment: Experiment, **options: Any) -> CheckReport:
+        checked.extend(directory_findings(experiment, options["resume"], [], ahead=True))
+        return report_of()
+
+    monkeypatch.setattr(previewing, "preview", stand_in)
+    monkeypatch.setattr("headway.orchestrator.preflight.experiment_file.read_machine", Machine)
+    assert cli.main(["check", "experiment.toml", "--json"]) == 0
+    assert [finding.level for finding in checked] == ["warning"], checked

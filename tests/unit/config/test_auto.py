@@ -117,6 +117,24 @@ def test_bfloat16_only_where_every_card_of_the_run_has_it() -> None:
     assert over_auto["generator"]["dtype"] == over_auto["trainer"]["dtype"] == "float32"
 
 
+@pytest.mark.parametrize(("generator", "trainer"), [
+    (["n1/cuda:0"], ["cuda:0"]), (["cuda:1"], ["n1/cuda:0"]), (["cuda:0", "4*cuda"], ["cuda:1"]),
+])  # fmt: skip
+def test_both_sides_compute_in_float32_where_one_is_on_a_node(generator: list[str], trainer: list[str]) -> None:
+    raw = BARE | {"generator": {"devices": generator}, "trainer": {"devices": trainer}}
+    chosen = resolve(raw, machine(2))
+    assert {chosen[side].get("dtype", "float32") for side in ("generator", "trainer")} == {"float32"}
+
+
+def test_a_replica_of_several_gpus_takes_those_that_are_idle() -> None:
+    """Of four GPUs one is in use: the two beside each other are the replica's."""
+    arguments = BARE | {"generator": {"engine_arguments": {"tensor_parallel_size": 2}}}
+    for busy, first, rank in ((1, "cuda:2", "cuda:0"), (2, "cuda:0", "cuda:3")):
+        gpus = tuple(gpu(n, users="process 7" if n == busy else "") for n in range(4))
+        config = resolved(arguments, machine(4, gpus=gpus))
+        assert (config["generator"]["devices"], config["trainer"]["devices"]) == ([first], [rank])
+
+
 def test_vllm_samples_what_runs_in_transformers() -> None:
     have = machine(2, vllm="0.32.0")
     assert resolved(BARE, have)["generator"]["engine"] == "torch"
@@ -124,6 +142,8 @@ def test_vllm_samples_what_runs_in_transformers() -> None:
     assert resolved(BARE, machine(2, vllm="0.26.0"), in_transformers=True)["generator"]["engine"] == "torch"
     for excluding in ({"run": {"directory": "r", "deterministic": True}, "queue": {"budget": 0}},
                       {"algorithm": {"allow_truncated_sampling": True}},
+                      {"rollout": {"temperature": 3.0}},
+                      {"evaluation": {"temperature": 0.001}},
                       {"model": {"path": "m", "adapter": {"rank": 8}}}):  # fmt: skip
         assert resolve(BARE | excluding, have, in_transformers=True)["generator"]["engine"] == "torch"
     arguments = BARE | {"generator": {"engine_arguments": {"tensor_parallel_size": 2}}}
@@ -171,7 +191,14 @@ def test_errors_name_auto_beside_the_other_values() -> None:
         validate_experiment(BARE | {"trainer": {"dtype": "float16"}}, "test")
     with pytest.raises(ConfigurationError, match=r"generator\.devices = 'gpu'.*valid: a list of devices or auto"):
         validate_experiment(BARE | {"generator": {"devices": "gpu"}}, "test")
-    for damaged in ({"generator": 3}, {"trainer": [1]}, {"generator": {"devices": 4}}, {"model": "m"}):
+    for damaged in (
+        {"generator": 3},
+        {"rollout": 1},
+        {"rollout": {"temperature": "hot"}},
+        {"trainer": [1]},
+        {"generator": {"devices": 4}},
+        {"model": "m"},
+    ):
         with pytest.raises(ConfigurationError):
             validate_experiment(resolve(BARE | damaged, machine(4)), "test")
 

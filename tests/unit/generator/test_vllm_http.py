@@ -97,6 +97,9 @@ class Answers:
         self._answers = {"/version": b'{"version": "0.32.0"}', "/server_info?config_format=json": info, "abort": None}
         self._answers |= answers
 
+    def last_output(self) -> str:
+        return ""
+
     def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         return self._answer(path)
 

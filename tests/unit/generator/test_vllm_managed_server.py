@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.config.engines import SERVER_START_S
+from headway.config.load import validate_experiment
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm import core, managed_server
 from headway.generator.engines.vllm.core import engine_arguments, process_environment, require_version
@@ -27,6 +29,8 @@ from headway.generator.engines.vllm.managed_server import (
     start_server,
 )
 from headway.generator.engines.vllm.server_client import KEY_VARIABLE
+from headway.generator.engines.vllm.server_info import connect
+from headway.orchestrator.nodes.machines import _start_limit_s
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.runtime.devices import parse_device
 from tests.conformance.reference import random_model
@@ -197,6 +201,25 @@ def test_one_that_dies_shows_its_last_lines() -> None:
     with pytest.raises(OSError, match=r"refused|reset|RemoteDisconnected"):
         server.get("/health")
     assert server.last_output().startswith("\nThe last lines of its output:\none line of what it does\nchild")
+
+
+def test_one_that_dies_behind_its_first_answer_is_not_waited_for() -> None:
+    server = started()
+    os.killpg(os.getpgid(child_of(server)), signal.SIGKILL)
+    since_s = time.monotonic()
+    with pytest.raises(HeadwayError, match=r"`vllm serve` answers no more .*\nThe last lines of its output:\none line"):
+        connect(server, slots=4, context_tokens=10)
+    assert time.monotonic() - since_s < 20
+
+
+def test_the_run_kills_no_replica_before_its_server_had_its_time(tmp_path: Path) -> None:
+    def limit_s(devices: list[str], engine: str) -> float:
+        raw = {"run": {"directory": "r"}, "model": {"path": str(tmp_path)}, "tasks": {"train": {"path": "t"}}}
+        raw["generator"] = {"devices": devices, "engine": engine}
+        return _start_limit_s(validate_experiment(raw, "test"))
+
+    assert limit_s(["cuda:0"], "vllm-server") > SERVER_START_S
+    assert limit_s(["http://h:1"], "vllm-server") == limit_s(["cuda:0"], "vllm") < SERVER_START_S
 
 
 def test_nothing_of_it_outlives_a_replica_that_is_killed(tmp_path: Path) -> None:

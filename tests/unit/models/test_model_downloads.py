@@ -77,6 +77,8 @@ def test_a_model_by_name_and_its_commit_in_the_run(hub: Hub, tmp_path: Path) -> 
     elsewhere = begin(tmp_path, hub.address, "resume", HF_HOME=str(tmp_path / "another"))
     assert elsewhere.returncode == 0, elsewhere.stderr
     assert elsewhere.stdout.strip() == stored.replace("/cache/", "/another/")
+    branch = begin(tmp_path, hub.address, "resume", "model.path=org/tiny@main")
+    assert (branch.returncode, branch.stdout.strip()) == (0, stored), branch.stderr
     other = begin(tmp_path, hub.address, "resume", f"model.path=org/tiny@{OLD}")
     assert f"model.path: 'org/tiny@{NEW}' -> 'org/tiny@{OLD}'" in other.stderr
 

@@ -51,10 +51,20 @@ def test_idle_gpus_and_the_key_that_would_use_them() -> None:
     assert 'generator.devices and trainer.devices = "auto" uses all' in on_cores
     busy = Machine(gpus=(*cards(2), *(Gpu(index=n, name="H100", memory_bytes=1, free_bytes=1, users="process 7")
                                       for n in (2, 3))), **FACTS)  # fmt: skip
-    assert find(busy, **on(["cuda:0"], ["cuda:1"])) == {}
+    assert find(busy, **on(["cuda:0"], ["cuda:1"])) == {
+        "info generator.devices": "left out, because others use them: cuda:2 (process 7), cuda:3 (process 7)"
+    }
     ranks = on(["cuda:0"], ["cuda:2"])
     ranks["generator"] |= {"engine": "vllm", "engine_arguments": {"tensor_parallel_size": 2}}
     assert find(machine, **ranks) == {}  # one GPU alone can't hold a further replica
+    ranks["trainer"]["devices"] = ["cuda:3"]
+    six = Machine(gpus=cards(6), **FACTS)
+    assert find(six, **ranks)["warning generator.devices"] == (
+        'cuda:4, cuda:5 of this machine would be idle; generator.devices = ["cuda:0", "cuda:4"] uses all'
+    )  # cuda:2 has no neighbour
+    servers = on(["http://h:1"], ["cuda:0"])
+    servers["generator"]["engine"] = "vllm-server"
+    assert find(machine, **servers) == {}  # devices can't stand beside addresses
 
 
 def test_gpus_in_use_by_others() -> None:
@@ -85,7 +95,16 @@ def test_a_driver_that_is_too_old(driver: str, cuda: str, refused: bool) -> None
 def test_a_torch_for_cpus() -> None:
     found = find(Machine(gpus=cards(2), driver="580.1"), **on(["cuda:0"], ["cuda:1"]))
     assert "torch is a build for CPUs" in found["error generator.devices"]
-    assert find(Machine(gpus=cards(2), driver="580.1"), **on(["cpu:0"], ["cpu:0"])) == {}
+    on_cores = find(Machine(gpus=cards(2), driver="580.1"), **on(["cpu:0"], ["cpu:0"]))
+    assert on_cores == {"warning generator.devices": found["error generator.devices"]}
+    hidden = Machine(gpus=cards(2), driver="580.1", torch_cuda="13.0", visible="")
+    assert find(hidden, **on(["cpu:0"], ["cpu:0"])) == {}
+
+
+def test_slices_of_a_gpu_are_named() -> None:
+    machine = Machine(gpus=cards(1), visible="MIG-7f3a", **FACTS)
+    assert "slices of a GPU (MIG)" in find(machine, **on(["cpu:0"], ["cpu:0"]))["warning generator.devices"]
+    assert find(machine, **on(["cuda:0"], ["cuda:1"])) == {}
 
 
 def test_devices_that_a_described_machine_has_not() -> None:

@@ -15,7 +15,7 @@ from headway.config.schema import Checkpointing, Experiment
 from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
 from headway.models.sizes import ModelSizes, sizes_from
 from headway.orchestrator.preflight import memory
-from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses
+from headway.orchestrator.preflight.memory import exports_weights, memory_findings, memory_places, memory_uses
 from headway.records.check_report import Finding, MemoryPlace, MemoryUse
 from headway.runtime.nodes import conditions
 from headway.tokens.grammar import MOST_CACHED_BYTES
@@ -321,6 +321,46 @@ def test_sides_that_offload_each_other_need_the_larger_one(tmp_path: Path) -> No
     alone, _, larger, apart = needed(True, trainer={"devices": ["cuda:1"]})
     assert alone == larger
     assert apart == host
+
+
+SEPARATE = {"generator": {"devices": ["cuda:0"], "dtype": "bfloat16"}, "trainer": {"devices": ["cuda:1"]}}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_versions_stay_on_the_gpu_where_two_more_copies_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """A replica with float32 weights needs a copy more as well."""
+    monkeypatch.setattr(memory, "sizes_of", lambda folder: MODEL)
+    sections: dict[str, Any] = SEPARATE | {"generator": {"devices": ["cuda:0"], "dtype": dtype}}
+    chosen = experiment(tmp_path, **sections)
+    places = memory_places(memory_uses(chosen, MODEL), machine=machine_with(GIB, 2))
+    trainer_bytes, generator_bytes = (
+        next(place.needed_bytes for place in places if place.name == name) for name in ("cuda:1", "cuda:0")
+    )
+    width = 2 if dtype == "bfloat16" else 4
+    copies = 2 * width * PARAMETERS, 0 if width == 2 else width * PARAMETERS
+    least = max(trainer_bytes + copies[0], generator_bytes + copies[1]) / memory.FULL_SHARE
+    assert exports_weights(chosen, machine_with(round(least) + 1, 2))
+    assert not exports_weights(chosen, machine_with(round(least) - 1, 2))
+    assert not exports_weights(chosen, machine_with(GIB, 1))  # of cuda:1 nothing is known
+
+
+@pytest.mark.parametrize("sections", [
+    {"generator": {"devices": ["cuda:0"], "engine": "vllm"}},
+    {"generator": {"devices": ["cuda:0", "cpu:0"]}},
+    {"generator": {"devices": ["cuda:0", "n1/cuda:0"]}, "cluster": {"nodes": {"n1": ""}, "address": "10.0.0.1:7400"}},
+    {"trainer": {"devices": ["cpu:0"]}},
+    {"trainer": {"devices": ["cuda:0"]}, "run": {"offload": True}},
+    {"model": {"adapter": {"rank": 8, "alpha": 8}}},
+    {"control": {"devices": "move"}},
+])  # fmt: skip
+def test_who_else_reads_the_hosts_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(memory, "sizes_of", lambda folder: MODEL)
+    assert exports_weights(experiment(tmp_path, **SEPARATE), machine_with(4 * GIB, 2))
+    assert not exports_weights(experiment(tmp_path, **(SEPARATE | sections)), machine_with(4 * GIB, 2))
 
 
 def test_what_is_on_nodes_is_not_charged_to_this_machine(tmp_path: Path):

@@ -6,12 +6,14 @@ import json
 import re
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from docs.gpu_table import POOLS, QWEN3, described, tables, write_config
 from headway.cli import main as cli
+from headway.config.auto import Machine
 from headway.config.load import validate_experiment
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.devices import device_findings
@@ -75,6 +77,56 @@ def test_replicas_of_several_gpus_where_one_is_too_small(tmp_path: Path) -> None
         assert raw["generator"]["update_mode"] == "recompute"
 
 
+def test_main_memory_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sides that take turns on one GPU are offloaded to it."""
+    folder = str(write_config("4B", tmp_path / "m"))
+    machine = replace(described("1 x 80 GB", tmp_path), memory_bytes=1000 << 30)
+    assert "adapter" not in tomllib.loads(fitted_experiment(machine, folder, folder, tables(tmp_path)))["model"]
+    small = replace(machine, memory_bytes=60 << 30)
+    assert "adapter" in tomllib.loads(fitted_experiment(small, folder, folder, tables(tmp_path)))["model"]
+    with pytest.raises(ConfigurationError, match=r"makes memory need [\d.]+ GiB of 90% of 8\.00 GiB"):
+        fitted_experiment(replace(machine, memory_bytes=8 << 30), folder, folder, tables(tmp_path))
+
+
+@pytest.mark.parametrize(("facts", "message"), [
+    ({"torch_cuda": ""}, "torch is a build for CPUs here"),
+    ({"torch_cuda": "13.0", "visible": "MIG-7f3a"}, "slices of a GPU (MIG)"),
+])  # fmt: skip
+def test_gpus_that_torch_cannot_use_are_refused(
+    facts: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    write_config("0.6B", tmp_path / "m")
+    machine = Machine(gpus=described("1 x 80 GB", tmp_path).gpus, **facts)
+    monkeypatch.setattr("headway.runtime.nodes.gpus.read_machine", lambda: machine)
+    assert cli.main(["new", "mine", "--template", "gpu", "--model", "m"]) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("mine").exists()
+
+
+def test_odd_names_and_machines_without_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b").mkdir()
+    pool = tmp_path / "a b" / "pool.toml"
+    pool.write_text('[[devices]]\ndevice = "cpu"\n')
+    write_config("0.6B", tmp_path / "m\U0001f4a5")
+    words = ["new", "mine", "--template", "gpu", "--model", "m\U0001f4a5", "--machine", str(pool)]
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    assert "on CPU cores, for want of a GPU" in printed
+    assert f"make check MACHINE='{pool}'" in printed
+    assert tomllib.loads(Path("mine/experiment.toml").read_text())["model"]["path"] == str(tmp_path / "m\U0001f4a5")
+    command = ["make", "-n", "-o", "tasks", "check", f"MACHINE={pool}"]
+    planned = subprocess.run(command, cwd="mine", capture_output=True, text=True, check=True)
+    assert planned.stdout.strip().endswith(f"--machine '{pool}'")
+    pool.write_text('[[devices]]\nmachine = "H200x8"\nnodes = ["n1"]\n')
+    assert cli.main(["new", "other", *words[2:]]) == 2
+    assert "all its devices are of nodes; valid: an entry without" in capsys.readouterr().err
+
+
 def test_the_command_writes_a_project_that_check_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +147,7 @@ def test_the_command_writes_a_project_that_check_accepts(
     planned = subprocess.run(
         ["make", "-n", "check", "MACHINE=../pool.toml"], capture_output=True, text=True, check=True
     )
-    assert planned.stdout.strip().endswith("check experiment.toml --machine ../pool.toml")
+    assert planned.stdout.strip().endswith("check experiment.toml --machine '../pool.toml'")
     assert "make_tasks" not in planned.stdout
     checked = cli.main(["check", "experiment.toml", "--machine", "../pool.toml"])
     printed = capsys.readouterr()

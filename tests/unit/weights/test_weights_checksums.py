@@ -78,6 +78,14 @@ def test_any_flipped_bit_changes_the_root(algorithm: str, sizes: list[int], seed
     assert block.first <= changed < block.last
 
 
+def test_a_table_of_another_length_is_a_damage():
+    blocks = blocks_of([(0, 10), (64, 10), (128, 10)])
+    whole = np.arange(3, dtype=np.uint64)
+    assert differing_block(whole, whole.copy(), blocks) is None
+    assert differing_block(whole, whole[:2], blocks) == blocks[2]
+    assert differing_block(whole, np.arange(4, dtype=np.uint64), blocks) == blocks[2]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 2**32), pair=st.sampled_from([(0, 1), (0, 2), (1, 3)]))

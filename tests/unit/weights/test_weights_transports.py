@@ -82,6 +82,52 @@ def test_an_unfinished_publication_is_no_version(tmp_path: Path, transport: str)
         assert same(reader_in(tmp_path).fetch(again), 2)
 
 
+def test_a_snapshots_memory_is_given_back(tmp_path: Path):
+    memory = SharedDevice(tmp_path)
+    with Publisher("run", directory=tmp_path, memory=memory) as publisher:
+        begun = publisher.begin(1, weights(1))
+        assert memory.used_bytes == begun.slot.layout.payload_size
+        published = begun.finish()
+        assert memory.used_bytes == 0
+        assert same(reader_in(tmp_path).fetch(published), 1)
+
+
+@pytest.mark.parametrize("options", [{"snapshots": False}, {"capacity_bytes": 100}])
+def test_without_a_snapshot_versions_go_straight_to_pinned_memory(tmp_path: Path, options: dict[str, Any]):
+    """Where the device has no space for one, or the trainer waits for its copy anyway."""
+    memory = SharedDevice(tmp_path, options.pop("capacity_bytes", float("inf")))
+    with Publisher("run", directory=tmp_path, memory=memory, **options) as publisher:
+        for version in range(4):
+            begun = publisher.begin(version, weights(version))
+            assert memory.used_bytes == 0
+            assert same(reader_in(tmp_path).fetch(begun.finish()), version)
+        assert len(memory.pinned) == 3
+
+
+def test_a_device_without_space_for_a_slot_publishes_by_the_host(tmp_path: Path):
+    """The last version on the device stays, and no file is left half-written."""
+    memory, reader = SharedDevice(tmp_path, 3 * 65536), reader_in(tmp_path)
+    with Publisher("run", 2, directory=tmp_path, memory=memory, exports=True) as publisher:
+        first = publisher.publish(1, weights(1))
+        second = publisher.publish(2, weights(2))
+        assert (first.transport, second.transport) == ("cuda ipc", "shared memory")
+        assert len(list(tmp_path.glob("*.weights"))) == 2
+        assert same(reader.fetch(first), 1)
+        for version in range(2, 6):
+            assert same(reader.fetch(publisher.publish(version, weights(version))), version)
+        assert memory.used_bytes == 0
+    assert not list(tmp_path.glob("*.weights"))
+
+
+def test_a_successors_slots_stay_when_a_publisher_closes(tmp_path: Path):
+    old = publisher_in(tmp_path, "file")
+    old.publish(1, weights(1))
+    with publisher_in(tmp_path, "file") as successor:
+        published = successor.publish(1, weights(1))
+        old.close()
+        assert same(reader_in(tmp_path).fetch(published), 1)
+
+
 def test_damage_is_named_by_tensor(tmp_path: Path):
     with publisher_in(tmp_path, "device") as publisher:
         published = publisher.publish(1, weights(1))

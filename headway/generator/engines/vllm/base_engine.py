@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from headway.config.engines import VLLM_TEMPERATURES
+from headway.config.auto import VLLM_TEMPERATURES
 from headway.control.logprob_limits import compare
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.requests import EngineRequest

@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from headway.config.engines import SERVER_START_S
 from headway.generator.engines.settings import EngineSettings
 from headway.generator.engines.vllm.core import engine_arguments, process_environment, require_version
 from headway.generator.engines.vllm.server_client import KEY_VARIABLE, ServerError, VllmServer
@@ -37,7 +38,6 @@ from headway.runtime.child import die_with_parent
 from headway.runtime.devices import Device
 from headway.runtime.scratch import ScratchFolder
 
-START_S = 1800.0  # from the start to the first answer: large models are loaded for minutes
 _LINES = 20  # of its output, in errors
 _LINE_CHARACTERS = 500
 _HEALTH_S = 10.0
@@ -99,7 +99,7 @@ class ManagedServer(VllmServer):
         self, command: Sequence[str], environment: Mapping[str, str], *, now: Callable[[], float] = time.monotonic
     ) -> None:
         """``command``: of `vllm serve`, without the port. Raises HeadwayError, with the last lines of its output, if it
-        ends or doesn't answer within ``START_S``."""
+        ends or doesn't answer within ``SERVER_START_S``."""
         with socket.socket() as port_socket:
             port_socket.bind(("127.0.0.1", 0))
             port = port_socket.getsockname()[1]
@@ -116,13 +116,15 @@ class ManagedServer(VllmServer):
         atexit.register(self.close)
         self._reader = threading.Thread(target=self._read_output, name="server's output", daemon=True)
         self._reader.start()
-        deadline_s = now() + START_S
+        deadline_s = now() + SERVER_START_S
         while not self._answers():
             if self._guard.poll() is not None or now() > deadline_s:
                 exit_code = self._guard.poll()
-                reason = f"took longer than {START_S:g} s" if exit_code is None else f"ended with exit code {exit_code}"
+                outcome = (
+                    f"took over {SERVER_START_S:g} s" if exit_code is None else f"ended with exit code {exit_code}"
+                )
                 self.close()
-                raise HeadwayError(f"`vllm serve` {reason} before it answered{self.last_output()}")
+                raise HeadwayError(f"`vllm serve` {outcome} before it answered{self.last_output()}")
             time.sleep(_POLL_S)
 
     def _answers(self) -> bool:

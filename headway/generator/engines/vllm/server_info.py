@@ -82,13 +82,16 @@ def connect(
 ) -> ServerInfo:
     """Fetch a server's configuration and check it. Raises ConfigurationError, which says how to start the server, if
     it doesn't answer or can't be used. ``adapters``: `VllmAdapters.arguments`, of which it needs at least as much.
-    ``again``: it was connected before, so wait for it, and raise OSError instead when it doesn't answer."""
+    ``again``: it was connected before, so wait for it, and raise OSError instead when it doesn't answer. Raises
+    HeadwayError, with the last lines of its output, for a managed one that has ended."""
     if again:
         wait_for(server)
     try:
         _require_version(server)
         config = _configuration(server)
     except OSError as error:
+        if output := server.last_output():  # a managed one has some
+            raise HeadwayError(f"`vllm serve` answers no more ({error}){output}") from error
         if again:
             raise
         raise _refusal(server, f"no server answers ({error}); start it with {COMMAND}") from error
