@@ -56,8 +56,8 @@ class MasterWeights:
     def round(self) -> None:
         """Make the parameters their masters' values, after these have changed."""
         if self._rounds:
-            parameters, masters = list(self._parameters.values()), list(self.tensors.values())
-            torch._foreach_copy_(parameters, masters)  # pyright: ignore[reportPrivateImportUsage]
+            parameters: list[Tensor] = [*self._parameters.values()]
+            torch._foreach_copy_(parameters, [*self.tensors.values()])  # pyright: ignore[reportPrivateImportUsage]
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
