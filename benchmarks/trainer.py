@@ -5,7 +5,7 @@
 1. Against a plain loop. The same Qwen3-style weights in transformers: forward of [B, 128] token ids through SDPA,
    cross-entropy, backward, fused AdamW; nothing is padded and nothing is packed. Headway's side is its whole
    `train_step` over B samples that feed 128 tokens each: layout, decoupled PPO, entropy, gradient norm, AdamW, metrics.
-   Both sides in the same process, threads and allocator settings, in turn; bfloat16 is autocast on both.
+   Both sides in the same process, threads and allocator settings, in turn; the loop's bfloat16 is autocast.
    `mfu`: model FLOP (forward and backward, causal) per second over that of a square matrix product.
    `mfu_over_plain`: median over rounds of the two steps' times; at least 1.
 2. Shared prompts. The same batch with trainer.shared_prefix off and on, groups of 8; `speedup` is the median over
@@ -270,7 +270,8 @@ def require_same_function(ours: TrainerService, plain: PlainLoop, size: Model) -
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, size.vocabulary, 40))
     with torch.no_grad():
         difference = ours.learner.model(ids, [40]) - plain.model(input_ids=ids[None]).logits[0]
-    assert float(difference.abs().max()) < 1e-3, float(difference.abs().max())
+    limit = 1e-3 if ours.learner.dtype == torch.float32 else 0.2  # whose weights and stream are rounded
+    assert float(difference.abs().max()) < limit, float(difference.abs().max())
 
 
 def sharing(size: Model, dtype: str, make: Callable[[int], TrainBatch], budget: int, rounds: int) -> dict[str, Any]:

@@ -19,10 +19,10 @@ CPU_S = 60.0
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
-def measured(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+def measured(folder: Path, *arguments: str, size: str = "--quick") -> tuple[int, list[dict[str, Any]]]:
     """Exit code and the lines of results.jsonl; the last line printed is the last of these."""
     out = folder / "out"
-    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(out), "--folder", str(folder), *arguments]
+    command = [sys.executable, str(SCRIPT), "--out", str(out), "--folder", str(folder), *arguments, *size.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode in (0, 1), done.stderr
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
@@ -44,7 +44,7 @@ def test_steps_run_on_a_cpu_within_a_minute_of_a_core(tmp_path: Path) -> None:
     assert by_step["summary"]["ran"] == ON_A_CPU
     assert by_step["summary"]["not_run"].keys() >= {"tests", "loop: idle share of the GPU", "publish: by CUDA IPC"}
     assert by_step["facts"]["measured"]["transfer_and_start_s"] > 1e6
-    assert by_step["kernels"]["measured"]["rms_norm"].keys() == {"float32", "bfloat16", "float16", "us", "floor_us"}
+    assert by_step["kernels"]["measured"]["rms_norm"].keys() >= {"float32", "bfloat16", "float16", "us", "floor_us"}
     assert by_step["engine"]["measured"]["tiny"].keys() == {"1", "4"}
     assert len(by_step["trainer"]["measured"]["tiny, a quarter step by the profiler"]["top"]) == 15
     assert by_step["publish"]["measured"]["keep, s/GB"]["pause"] > 0
@@ -84,7 +84,7 @@ def test_without_a_gpu_nothing_runs_which_is_a_failure(tmp_path: Path, monkeypat
 
 def test_what_remains_of_the_time_limits_a_step(tmp_path: Path) -> None:
     """The first is stopped, its numbers so far are kept; for the second too little remains."""
-    code, lines = measured(tmp_path, "--device", "cpu", "--only", "loop", "nccl", "--limit-s", "5.5")
+    code, lines = measured(tmp_path, "--device", "cpu", "--only", "loop", "nccl", "--limit-s", "5.5", size="")
     assert code == 1
     assert (lines[0]["status"], lines[1]["status"]) == ("failed", "not run")
     assert lines[0]["why"].startswith("stopped at its limit of 5 s") or "5 s" in lines[0]["why"]
