@@ -20,7 +20,7 @@ from headway.models.layout import fused_expert_entries, hugging_face_entries
 from headway.models.shards.shard import Shard, row_width
 from headway.records.errors import ConfigurationError
 
-_CHUNK_BYTES = 8 << 20  # of rows in memory at once, beside those of the rank
+_CHUNK_BYTES = 2 << 20  # of rows in memory at once, beside those of the rank
 
 
 class FileTensor(NamedTuple):

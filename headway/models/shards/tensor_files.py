@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -57,15 +56,17 @@ def fill(
 
 
 def held_rows(tensor: FileTensor, stored: StoredTensor, shard: Shard) -> Iterator[tuple[slice | Tensor, Tensor]]:
-    """Read the rows that ``shard`` holds, and no others, some at a time: their places in `Shard.matrix`, and the rows.
-    Raises ConfigurationError for a file that ends early."""
+    """Read the rows that ``shard`` holds, and no others, some at a time: their places in `Shard.matrix`, and the rows,
+    which are overwritten by the next. Raises ConfigurationError for a file that ends early."""
     dtype, width = _TYPES[stored.dtype], row_width(tensor.shape)
-    for first, count, places in tensor.held_by(shard):
-        length = count * width * dtype.itemsize
-        row_bytes = np.fromfile(stored.file, np.uint8, length, offset=stored.start + first * width * dtype.itemsize)
-        if len(row_bytes) != length:
-            raise ConfigurationError(f"{stored.file}: {tensor.name} is incomplete: the file is truncated")
-        yield places, torch.from_numpy(row_bytes).view(dtype).view(count, width)
+    buffer, row_bytes = torch.empty(0, width, dtype=dtype), width * dtype.itemsize
+    with stored.file.open("rb", buffering=0) as content:
+        for first, count, places in tensor.held_by(shard):
+            buffer = buffer if len(buffer) >= count else torch.empty(count, width, dtype=dtype)
+            content.seek(stored.start + first * row_bytes)
+            if content.readinto(buffer[:count].view(torch.uint8).numpy()) != count * row_bytes:
+                raise ConfigurationError(f"{stored.file}: {tensor.name} is incomplete: the file is truncated")
+            yield places, buffer[:count]
 
 
 def write_tensors(
