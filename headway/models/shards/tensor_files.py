@@ -93,6 +93,7 @@ def write_tensors(
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         if header:
+            os.ftruncate(descriptor, 8 + len(header_bytes) + stop)  # of a longer file that was there
             _write(descriptor, len(header_bytes).to_bytes(8, "little") + header_bytes, 0)
         for tensor in ordered:
             start = 8 + len(header_bytes) + starts[tensor.name]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_shards import rank_shards
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -46,18 +47,6 @@ def make(folder: Path, family: str = "qwen3", **options: Any) -> Decoder:
 def whole(model: Decoder) -> dict[str, Tensor]:
     """The tensors of the model's folder, made without rows."""
     return {entry.name: entry.view.reshape(entry.shape).contiguous() for entry in hugging_face_entries(model)}
-
-
-def rank_shards(tensors: dict[str, Tensor], rank: int, ranks: int, fill: float | None = None) -> list[Shard]:
-    """The rows of a rank as FSDP2 divides parameters; ``fill``: with these values in their place."""
-    shards: list[Shard] = []
-    for name, tensor in tensors.items():
-        rows = rank_rows(tensor.shape[0], rank, ranks)
-        part = tensor[rows.start : rows.stop].clone()
-        first = rows.start * (tensor[0].numel() // tensor.shape[-1] if tensor.ndim > 1 else 1)
-        part = part if fill is None else torch.full_like(part, fill)
-        shards.append(Shard(name=name, shape=tuple(tensor.shape), first=first, tensor=part))
-    return shards
 
 
 def assert_equal(shards: list[Shard], expected: list[Shard]) -> None:
