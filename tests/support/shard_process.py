@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from headway.models.configuration import DecoderConfig
 from headway.models.loading import build, load_shards, save_shards
+from headway.models.shards.row_map import decoder_tensors
 from headway.models.shards.shard import Shard, shards_of
 from headway.trainer.state_files import StateFiles, write_state
 
@@ -43,14 +44,16 @@ class Measured:
 
 
 def divided(folder: Path, ranks: int) -> torch.nn.Module:
-    """The model on the meta device, divided by FSDP2 if there are several ranks; its memory comes with the rows."""
-    model = build(DecoderConfig.from_pretrained(folder), "float32", "meta")
-    if ranks > 1:
-        from torch.distributed.fsdp import fully_shard
+    """The model, on the meta device and divided by FSDP2 if there are several ranks; its memory comes with the rows."""
+    config = DecoderConfig.from_pretrained(folder)
+    if ranks == 1:
+        return build(config)
+    from torch.distributed.fsdp import fully_shard
 
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+    model = build(config, "float32", "meta")
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
     return model
 
 
@@ -70,8 +73,10 @@ def main(folder: Path, output: Path, rank: int, ranks: int) -> None:
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{output}/rendezvous", rank=rank, world_size=ranks)
     model = divided(folder, ranks)
+    decoder_tensors(model.config)  # what is imported at the first use takes no memory of the measured block
     with Measured() as loaded:
-        model.to_empty(device="cpu")
+        if ranks > 1:
+            model.to_empty(device="cpu")
         shards = shards_of(dict(model.named_parameters()))
         load_shards(folder, model.config, shards)
     with Measured() as saved:
