@@ -126,8 +126,8 @@ def save_shards(
     ranks: int = 1,
     tokenizer_source: str | Path | None = None,
 ) -> None:
-    """Write this rank's rows of a decoder's parameters into the folder ``path``, where ``ranks`` ranks call this, each
-    with its own rows, in any order; then it is as of `save_model`, with a file of weights for each rank. Raises OSError."""
+    """Write this rank's rows of a decoder's parameters into the folder ``path``. When all ``ranks`` ranks have done so,
+    in any order, it is a folder as of `save_model`, with about as many files of weights. Raises OSError."""
     folder, shards_by_name = Path(path), by_name(shards)
     folder.mkdir(parents=True, exist_ok=True)
     write_model_files(folder, decoder_tensors(config).values(), shards_by_name, rank, ranks)

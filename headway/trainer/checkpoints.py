@@ -88,7 +88,7 @@ def commit_folder(path: str | Path, state: CheckpointState, checksums: Mapping[s
     names = {str(file.relative_to(scratch_folder)) for file in scratch_folder.rglob("*") if file.is_file()}
     if missing_names := sorted(known.keys() - names):
         raise FileNotFoundError(
-            f"{scratch_folder / missing_names[0]}: a rank wrote this file elsewhere; valid: a folder that all ranks share"
+            f"{scratch_folder / missing_names[0]}: a rank wrote it elsewhere; valid: a folder that all ranks share"
         )
     files = {name: known.get(name) or checksum_of(scratch_folder / name) for name in sorted(names - {_UNFINISHED})}
     (scratch_folder / STATE_FILE).write_bytes(

@@ -71,8 +71,8 @@ class StateFiles:
                     self._stored[full_name] = tensor
 
     def fill(self, shards: Sequence[Shard]) -> None:
-        """Read the rows of ``shards``, which this rank holds of every tensor in `shapes`. Raises CheckpointCorrupt, before
-        any change, for the state of another model, and for rows that are in no file."""
+        """Read the rows of ``shards``: those that this rank holds of every tensor in `shapes`. Raises
+        CheckpointCorrupt, before any change, for the state of another model, and for rows that are in no file."""
         shards_by_name = by_name(shards)
         if differing_names := sorted(shards_by_name.keys() ^ self.shapes.keys()):
             raise CheckpointCorrupt(f"{self._folder}: state of another model: {differing_names[0]} isn't in both")
@@ -156,8 +156,8 @@ class ShardSaver:
         self._folder, self._state_checksum = folder, self._thread.submit(write)
 
     def complete(self) -> dict[str, str]:
-        """Wait until this rank's rows are on disk. Returns the checksum of its own file by name. Raises StorageFailed if
-        they can't be written."""
+        """Wait until this rank's rows are on disk. Returns the checksum of its own file by name. Raises StorageFailed
+        if they can't be written."""
         assert self._state_checksum is not None, "begun before"
         state_checksum, self._state_checksum = self._state_checksum, None
         try:
@@ -166,8 +166,8 @@ class ShardSaver:
             raise StorageFailed(f"{self._folder} can't be written: {error}; free some space and start again") from error
 
     def weights_checksums(self, weights_folder: str) -> dict[str, str]:
-        """The checksums of this rank's share of the files of weights, by path in the checkpoint's folder: called when all
-        ranks have completed, since each may have written into each of these files. Raises OSError."""
+        """The checksums of this rank's share of the files of weights, by path in the checkpoint's folder. To be called
+        when all ranks have completed, since each may have written into each of these files. Raises OSError."""
         files = sorted((self._folder / weights_folder).glob("*.safetensors"))[self._rank :: self._ranks]
         return {f"{weights_folder}/{file.name}": checksum_of(file) for file in files}
 

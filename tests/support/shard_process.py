@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from headway.models.configuration import DecoderConfig
+from headway.models.decoder import Decoder
 from headway.models.loading import build, load_shards, save_shards
 from headway.models.shards.row_map import decoder_tensors
 from headway.models.shards.shard import Shard, shards_of
@@ -43,7 +44,7 @@ class Measured:
         self.read_bytes = bytes_read() - self.read_bytes
 
 
-def divided(folder: Path, ranks: int) -> torch.nn.Module:
+def divided(folder: Path, ranks: int) -> Decoder:
     """The model, on the meta device and divided by FSDP2 if there are several ranks; its memory comes with the rows."""
     config = DecoderConfig.from_pretrained(folder)
     if ranks == 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,15 +50,15 @@ class RowNumbers:
     """Numbers for the rows of all parameters of a model, counted over all of them."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        counts = (parameter.numel() // row_width(tuple(parameter.shape)) for parameter in parameters.values())
+        self._parameters = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
+        counts = (prod(shape) // row_width(shape) for _, shape in self._parameters)
         self._starts = np.array(list(accumulate(counts, initial=0)))
 
     def columns(self) -> dict[str, Tensor]:
         """Each parameter's numbers: int64 of its shape, but 1 in the last of several dimensions."""
         return {
             name: torch.arange(start, stop).view((*shape[:-1], 1) if len(shape) > 1 else shape)
-            for (name, shape), (start, stop) in zip(self._shapes.items(), pairwise(self._starts.tolist()), strict=True)
+            for (name, shape), (start, stop) in zip(self._parameters, pairwise(self._starts.tolist()), strict=True)
         }
 
     def locate(self, name: str, column: Tensor) -> FileTensor:
@@ -65,8 +66,8 @@ class RowNumbers:
         if it doesn't consist of rows of one parameter."""
         numbers = column.flatten().numpy()
         position = int(np.searchsorted(self._starts, numbers.min(), "right")) - 1
-        parameter, shape = list(self._shapes.items())[position]
-        turned = (column.ndim > 1) != (len(shape) > 1) or column.ndim > 1 and column.shape[-1] != 1
+        parameter, shape = self._parameters[position]
+        turned = (column.ndim > 1) != (len(shape) > 1) or (column.ndim > 1 and column.shape[-1] != 1)
         if turned or numbers.max() >= self._starts[position + 1]:
             raise ConfigurationError(f"{name} isn't made of rows of {parameter}: ranks can't read or write their share")
         file_shape = (*column.shape[:-1], shape[-1]) if column.ndim > 1 else tuple(column.shape)
@@ -74,7 +75,7 @@ class RowNumbers:
 
 
 def decoder_tensors(config: DecoderConfig, stored: Collection[str] = ()) -> dict[str, FileTensor]:
-    """The tensors of a decoder's folder, by name: experts one by one, or as the layer's one tensor where ``stored`` names it."""
+    """The tensors of a decoder's folder, by name: experts one by one, or a layer's in one that ``stored`` names."""
     with torch.device("meta"):
         twin = Decoder(config).requires_grad_(False)
     parameters = dict(twin.named_parameters())

@@ -36,7 +36,7 @@ class Shard:
         return self.tensor.view(-1, row_width(self.shape))
 
     def copied(self) -> Shard:
-        """The same rows in new memory of the host."""
+        """A shard of the same rows, in new memory of the host."""
         copy = self.tensor.cpu()
         return replace(self, tensor=copy.clone() if copy.data_ptr() == self.tensor.data_ptr() else copy)
 
@@ -54,8 +54,8 @@ def rank_rows(rows: int, rank: int, ranks: int) -> range:
 
 
 def shards_of(tensors: Mapping[str, Tensor]) -> list[Shard]:
-    """The rows of each tensor, by name, that this rank holds: all of a plain tensor, the local ones of a DTensor; without
-    copying. Raises ValueError for a DTensor that is divided elsewhere than in its first dimension."""
+    """The rows that this rank holds of each tensor, by name and without copying: all of a plain tensor, the local ones
+    of a DTensor. Raises ValueError for a DTensor that is divided elsewhere than in its first dimension."""
     return [_local(name, tensor.detach()) for name, tensor in tensors.items()]
 
 
@@ -77,6 +77,8 @@ def _local(name: str, tensor: Tensor) -> Shard:
         layout = shape, distributed.device_mesh, distributed.placements
         local_shape, offsets = compute_local_shape_and_global_offset(*layout)
         if local_shape[1:] != shape[1:] or tuple(local.shape) != tuple(local_shape):
-            raise ValueError(f"{name} {list(shape)} is divided as {distributed.placements}: valid: by its first dimension")
+            raise ValueError(
+                f"{name} {list(shape)} is divided as {distributed.placements}: valid: by its first dimension"
+            )
         row = min(offsets[0], shape[0]) if shape else 0
     return Shard(name=name, shape=shape, first=row * (prod(shape[1:]) // row_width(shape)), tensor=local)

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -64,7 +65,7 @@ def held_rows(tensor: FileTensor, stored: StoredTensor, shard: Shard) -> Iterato
         for first, count, places in tensor.held_by(shard):
             buffer = buffer if len(buffer) >= count else torch.empty(count, width, dtype=dtype)
             content.seek(stored.start + first * row_bytes)
-            if content.readinto(buffer[:count].view(torch.uint8).numpy()) != count * row_bytes:
+            if content.readinto(_bytes_of(buffer[:count])) != count * row_bytes:
                 raise ConfigurationError(f"{stored.file}: {tensor.name} is incomplete: the file is truncated")
             yield places, buffer[:count]
 
@@ -77,9 +78,8 @@ def write_tensors(
     *,
     header: bool = True,
 ) -> int:
-    """Write the rows of ``tensors`` that ``shards`` (by parameter) hold into ``file``, and flush it to disk; other ranks
-    may write theirs at the same time. ``header``: whether this rank writes the header, which no rank may forget.
-    Returns the bytes of all tensors, of whichever rank. Raises OSError."""
+    """Write the rows of ``tensors`` that ``shards`` (by parameter) hold into ``file``, and flush it. Other ranks may write theirs at the same time; one of them writes the header (``header``). Returns the bytes of all tensors,
+    including other ranks' rows. Raises OSError."""
     entries: dict[str, dict[str, object]] = {"__metadata__": dict(metadata)}
     starts, stop = dict[str, int](), 0
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
@@ -101,7 +101,7 @@ def write_tensors(
                 row_bytes = row_width(shard.shape) * shard.tensor.itemsize
                 for first, _, places in tensor.held_by(shard):
                     rows = shard.matrix()[places].cpu().contiguous()
-                    _write(descriptor, memoryview(rows.view(torch.uint8).numpy()).cast("B"), start + first * row_bytes)
+                    _write(descriptor, _bytes_of(rows), start + first * row_bytes)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -126,6 +126,10 @@ def write_model_files(
     if rank == 0 and len(groups) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_by_tensor.items()))}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _bytes_of(rows: Tensor) -> memoryview:
+    return memoryview(cast("Any", rows.view(torch.uint8).numpy())).cast("B")
 
 
 def _write(descriptor: int, content: bytes | memoryview, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""Rows of a model folder, read and written by ranks that hold a part each: every family, any number of ranks, faults."""
+"""Rows of a model folder, read and written by ranks that hold a part each: every family, any ranks, faults."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ def test_every_row_is_in_one_file_tensor(
     folder = tmp_path_factory.mktemp("m")
     options = dict(heads=heads[0], kv_heads=heads[1], head_dim=2 * half, intermediate=inner, **sizes)
     model = make(folder / "m", "qwen3_moe", **options)
-    counts = {name: torch.zeros(p.numel() // (p.shape[-1] if p.ndim > 1 else 1)) for name, p in weights_of(model).items()}
+    counts = {
+        name: torch.zeros(p.numel() // (p.shape[-1] if p.ndim > 1 else 1)) for name, p in weights_of(model).items()
+    }
     for tensor in decoder_tensors(model.config).values():
         counts[tensor.parameter][torch.from_numpy(tensor.rows)] += 1
     assert all((count == 1).all() for count in counts.values())

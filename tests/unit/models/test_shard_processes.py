@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, divided by FSDP2 over gloo: memory, bytes read, files that any number of ranks reads."""
+"""Ranks in processes of their own, divided by FSDP2 over gloo: memory, bytes read, files for any ranks."""
 
 from __future__ import annotations
 

@@ -29,14 +29,18 @@ SHAPES = {"embedding": (13, 4), "norm": (5,), "experts": (3, 4, 2), "one": (1, 6
 def random_state(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     kinds = ("weight", "exp_avg", "exp_avg_sq")
-    return {f"{kind}/{name}": torch.randn(shape, generator=generator) for kind in kinds for name, shape in shapes.items()}
+    return {
+        f"{kind}/{name}": torch.randn(shape, generator=generator) for kind in kinds for name, shape in shapes.items()
+    }
 
 
 def shards_with_steps(tensors: dict[str, Tensor], rank: int, ranks: int, fill: float | None = None) -> list[Shard]:
     """A rank's rows, and each parameter's step counter, which all ranks have."""
     names = sorted({name.partition("/")[2] for name in tensors})
     steps = [torch.tensor(float(number) if fill is None else fill) for number in range(len(names))]
-    counters = [Shard(name=f"step/{name}", shape=(), first=0, tensor=step) for name, step in zip(names, steps, strict=True)]
+    counters = [
+        Shard(name=f"step/{name}", shape=(), first=0, tensor=step) for name, step in zip(names, steps, strict=True)
+    ]
     return rank_shards(tensors, rank, ranks, fill) + counters
 
 
@@ -51,7 +55,9 @@ def digest(shards_by_rank: list[list[Shard]]) -> dict[str, str]:
     content: dict[str, bytes] = {}
     for shards in shards_by_rank:
         for shard in shards:
-            content[shard.name] = (content.get(shard.name, b"") if shard.shape else b"") + shard.tensor.numpy().tobytes()
+            content[shard.name] = (
+                content.get(shard.name, b"") if shard.shape else b""
+            ) + shard.tensor.numpy().tobytes()
     return {name: hashlib.sha256(text).hexdigest() for name, text in content.items()}
 
 
@@ -209,14 +215,14 @@ def test_ranks_verify_a_share_of_the_files_each(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    found = []
+    messages = []
     for rank in range(3):
         try:
             verify(target, rank, 3)
         except CheckpointCorrupt as error:
-            found.append(str(error))
-    assert len(found) == 1
-    assert "state-2-of-2.safetensors: checksum" in found[0]
+            messages.append(str(error))
+    assert len(messages) == 1
+    assert "state-2-of-2.safetensors: checksum" in messages[0]
 
 
 def test_begin_does_not_wait_for_the_disk_and_the_next_begin_does(tmp_path: Path) -> None:
@@ -245,7 +251,7 @@ def test_a_full_disk_is_reported_when_the_save_is_completed_and_the_older_one_st
         raise OSError(28, "No space left on device")
 
     saver.begin(begin_folder(target), [], shards, 4, full)
-    with pytest.raises(StorageFailed, match="step_00000003.tmp can't be written: .*No space left.*free some space"):
+    with pytest.raises(StorageFailed, match=r"step_00000003.tmp can't be written: .*No space left.*free some space"):
         saver.complete()
     assert read_state(target).version == 3
     saver.begin(scratch_of(target), [], shards, 5, lambda _: None)
