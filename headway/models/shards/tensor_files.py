@@ -78,8 +78,11 @@ def write_tensors(
     *,
     header: bool = True,
 ) -> int:
-    """Write the rows of ``tensors`` that ``shards`` (by parameter) hold into ``file``, and flush it. Other ranks may write theirs at the same time; one of them writes the header (``header``). Returns the bytes of all tensors,
-    including other ranks' rows. Raises OSError."""
+    """Write the rows of ``tensors`` that ``shards`` (by parameter) hold into ``file``, and flush it to disk.
+
+    Other ranks may write theirs at the same time; one of them writes the header (``header``). Returns the bytes of all
+    tensors, including other ranks' rows. Raises OSError.
+    """
     entries: dict[str, dict[str, object]] = {"__metadata__": dict(metadata)}
     starts, stop = dict[str, int](), 0
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
