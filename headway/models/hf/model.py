@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -196,25 +196,35 @@ class HfModel(PackedModel):
 
     def tensors_in_files(self) -> dict[str, Tensor]:
         """The tensors that `save` writes, by their names in the loaded folder; a tied tensor occurs once."""
-        named_tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        kept_tensors = {name: tensor for name, tensor in self.module.state_dict().items() if name in named_tensors}
-        return revert_weight_conversion(self.module, kept_tensors)
+        return revert_weight_conversion(self.module, stored_parts(self.module))
 
     def save(self, path: str | Path, source: str | Path | None = None) -> None:
         """Write the folder ``path`` so that transformers and `load_hf` can read it. Not atomic: callers write into a
         scratch folder and rename it. ``source``: a model folder whose tokenizer and code are copied too."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
+        self.save_configuration(folder, source, self.module.save_pretrained)
+
+    def save_configuration(
+        self, folder: Path, source: str | Path | None, save: Callable[[Path], None] | None = None
+    ) -> None:
+        """Write the configuration alone, or with what ``save`` adds, and copy tokenizer and code of ``source``."""
         if self._router_logits:
             self.module.config.output_router_logits = True
         try:
-            self.module.save_pretrained(folder)
+            (save or self.module.config.save_pretrained)(folder)
         finally:
             if self._router_logits:
                 self.module.config.output_router_logits = False
         if source is not None:
             code_files = sorted(file.name for file in Path(source).glob("*.py"))
             copy_tokenizer(Path(source), folder, (*_PROCESSOR_FILES, *code_files))
+
+
+def stored_parts(module: PreTrainedModel) -> dict[str, Tensor]:
+    """The parameters and buffers that the module's files have; a tied tensor occurs once."""
+    named_tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: tensor for name, tensor in module.state_dict().items() if name in named_tensors}
 
 
 class _HiddenOutput(BaseModelOutputWithPast):
