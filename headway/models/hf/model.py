@@ -80,6 +80,7 @@ class HfModel(PackedModel):
         self.packs = False
         self._checkpointing: Checkpointing = "none"
         self._padding_logged = False
+        self._calls = 0  # of the body in this pass
 
     @property
     def layers(self) -> nn.ModuleList:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -130,7 +131,16 @@ class HfModel(PackedModel):
             raise ValueError(
                 f"a document of {plan.longest} tokens is beyond the context of {self.config.max_positions}"
             )
-        return self._packed(ids_n, plan) if self.packs and not any(pictures) else self._by_rows(ids_n, plan, pictures)
+        self._calls = 0
+        if self.packs and not any(pictures):
+            hidden_nd = self._packed(ids_n, plan)
+        else:
+            hidden_nd = self._by_rows(ids_n, plan, pictures)
+        if not self.packs or self.takes_pictures:  # ranks may differ in how often they have called the layers
+            for _ in range(self._calls, self.most_calls(self._calls)):
+                ids_11 = torch.full((1, 1), int(self._image_token == 0), device=ids_n.device)
+                hidden_nd = hidden_nd + self._hidden(ids_11)[0, :, :0].sum()  # 0, with gradients of 0
+        return hidden_nd
 
     def _packed(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
         # A mask of ones keeps transformers from searching for borders of documents, which the plan has.
@@ -186,6 +196,7 @@ class HfModel(PackedModel):
 
     def _hidden(self, ids_bl: Tensor, **more: Tensor) -> Tensor:
         """Hidden states [b, l, d] of rows of token ids. Each row is a document, with padding on the right."""
+        self._calls += 1
         return self._body[0](input_ids=ids_bl, use_cache=False, **more)[0]
 
     def head(self, x_nd: Tensor) -> Tensor:
