@@ -16,7 +16,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from headway.records.errors import ConfigurationError, HeadwayError
+from headway.records.errors import HeadwayError
 from headway.runtime.addresses import split_address
 from headway.runtime.stalls.collectives import COLLECTIVES
 
@@ -49,11 +49,10 @@ class Ranks:
         *,
         meshed: bool = False,
     ) -> None:
-        """Raises ConfigurationError if ``shards`` doesn't divide the number of ranks."""
         if not 0 <= rank < size:
             raise ValueError(f"rank = {rank} must be in 0 .. {size - 1}")
         if size % shards:
-            raise ConfigurationError(shards_fault(shards, size))
+            raise ValueError(f"shards = {shards} must divide size = {size}")
         self.rank, self.size, self.shards = rank, size, shards
         self.shard = rank % shards
         self._device = device or torch.device("cpu")
@@ -122,7 +121,7 @@ class Ranks:
         padded[: len(own)] = own
         gathered = padded.new_empty(self.shards * len(padded), *own.shape[1:])
         with COLLECTIVES.inside("all_gather"):
-            torch.distributed.all_gather_into_tensor(gathered, padded, group=self._group("shards"))
+            torch.distributed.all_gather_single(gathered, padded, group=self._group("shards"))
         return gathered[:rows]
 
     def _group(self, dimension: Dimension) -> torch.distributed.ProcessGroup | None:
@@ -131,12 +130,6 @@ class Ranks:
     def close(self) -> None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def shards_fault(shards: int, ranks: int) -> str:
-    """The message about a number of shards that doesn't divide the number of ranks."""
-    valid = ", ".join(str(number) for number in range(1, ranks + 1) if not ranks % number)
-    return f"trainer.shards = {shards} doesn't divide the {ranks} ranks (trainer.devices); valid: {valid}, all, auto"
 
 
 def interface_to(rendezvous: str) -> str:

@@ -64,10 +64,8 @@ class ShardedModel:
             # Neither setter is recursive, and gloo has no sum of scaled summands.
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
-            unit.set_custom_all_gather(_CountedCollective("all_gather", torch.distributed.all_gather_into_tensor))
-            unit.set_custom_reduce_scatter(
-                _CountedCollective("reduce_scatter", torch.distributed.reduce_scatter_tensor)
-            )
+            unit.set_custom_all_gather(_CountedCollective("all_gather", torch.distributed.all_gather_single))
+            unit.set_custom_reduce_scatter(_CountedCollective("reduce_scatter", torch.distributed.reduce_scatter_single))
         self._root: Any = model
         self._root.set_reduce_scatter_unused_params(True)  # a rank's tokens may use less of a layer than others'
         register(model, "compute")
@@ -142,6 +140,8 @@ def own_rows_of(tensor: Tensor) -> Tensor:
 
 
 def _require_units(model: PackedModel) -> None:
+    if not hasattr(torch.distributed, "reduce_scatter_single"):
+        raise ConfigurationError(f"trainer.shards needs torch 2.13, and {torch.__version__} is installed; valid: 1")
     if not len(model.layers):
         raise ConfigurationError(
             "trainer.shards: the model has no list of its decoder's layers, which would be divided one by one; valid: 1"

@@ -1,0 +1,147 @@
+"""Processes that are the ranks of trainers, started once for many tests, and what the tests do in them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_trainer import Context, make_batch
+
+from headway.algorithms.samples import MicroBatchArrays, SampleArrays, lay_out, slice_micro_batch
+from headway.trainer.learner import Learner
+from headway.trainer.service import TrainerService
+
+_starts = itertools.count()
+Weights = dict[str, np.ndarray]
+
+
+class RankProcesses:
+    """``size`` processes; each call runs a function on all of them, with its rank, the size and a rendezvous."""
+
+    def __init__(self, size: int) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["headway.trainer.service", "headway.models.hf.model", "torch.distributed.fsdp"])
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            pipe, remote = context.Pipe()
+            process = context.Process(target=_serve, args=(remote, rank, size), daemon=True)
+            process.start()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+        atexit.register(self.stop)
+
+    def call(self, function: Callable[..., Any], folder: Path, *arguments: Any, limit_s: float = 60) -> list[Any]:
+        """The function's results by rank. Raises RuntimeError with the traceback of a rank that failed."""
+        rendezvous = f"file://{folder}/rendezvous-{next(_starts)}"
+        for pipe in self._pipes:
+            pipe.send((function, rendezvous, arguments))
+        replies = [pipe.recv() if pipe.poll(limit_s) else (False, "no answer") for pipe in self._pipes]
+        if failures := [f"rank {rank}: {reply[1]}" for rank, reply in enumerate(replies) if not reply[0]]:
+            self.stop()
+            processes.cache_clear()
+            raise RuntimeError("\n".join(failures))
+        return [reply[1] for reply in replies]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+@functools.cache
+def processes(size: int) -> RankProcesses:
+    return RankProcesses(size)
+
+
+def _serve(pipe: Any, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    while True:
+        function, rendezvous, arguments = pipe.recv()
+        try:
+            reply = True, function((rank, size, rendezvous), *arguments)
+        except BaseException:
+            reply = False, traceback.format_exc()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        pipe.send(reply)
+
+
+def service(mesh: tuple[int, int, str], experiment: dict[str, Any], run_id: str = "ranks") -> TrainerService:
+    rank, size, rendezvous = mesh
+    ranks = {"devices": ["cpu:0"] * size}
+    experiment = experiment | {"trainer": experiment["trainer"] | ranks}
+    options = {"rank": rank, "world_size": size, "rendezvous": rendezvous}
+    return TrainerService(Context(), experiment=experiment, run_id=f"{run_id}-{size}", **options)
+
+
+def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
+    """Tensors of the trained parameters with all of their rows."""
+    weights = learner.weights()
+    named = zip(learner.masters.trained(), tensors, strict=True)
+    if learner._trains_rows:
+        return {name: learner.ranks.all_rows(own, len(weights[name])).numpy().copy() for name, own in named}
+    return {name: tensor.detach().numpy().copy() for name, tensor in named}
+
+
+def summed_gradients(learner: Learner) -> Weights:
+    gradients = learner.gradients()
+    learner.ranks.sum_all_(gradients, "copies" if learner._trains_rows else "all")
+    return complete(learner, gradients)
+
+
+def train(mesh: tuple[int, int, str], experiment: dict[str, Any], steps: int = 3, batches: Any = None) -> dict[str, Any]:
+    """Gradients of a batch before any step, gradient norms of steps, log-probabilities and the weights after them."""
+    trainer = service(mesh, experiment)
+    learner = trainer.learner
+    batches = batches or [make_batch(number, groups=8, step=number) for number in range(steps)]
+    trainer.policy.accumulate_gradients(lay_out(batches[0]).arrays())
+    gradients = summed_gradients(learner)
+    trainer.policy.clear()
+    reports = [trainer.train_step(lay_out(batch)) for batch in batches]
+    weights = complete(learner, learner.parameters)
+    probe = trainer.score()
+    trainer.close()
+    return {
+        "gradients": gradients,
+        "norms": [report.metrics["grad_norm"] for report in reports],
+        "metrics": reports[-1].metrics,
+        "micro_batches": reports[0].micro_batches,
+        "weights": weights,
+        "probe": probe.paths["alone"].logprobs,
+    }
+
+
+def padded_gradients(mesh: tuple[int, int, str], experiment: dict[str, Any], plan: list[list[list[int]]]) -> Weights:
+    """Gradients where rank r computes the micro-batches ``plan[r]``, and as many empty ones as others have more."""
+    trainer = service(mesh, experiment)
+    learner, arrays = trainer.learner, lay_out(make_batch(5, groups=4)).arrays()
+    own = plan[mesh[0]] if mesh[1] > 1 else [samples for row in plan for samples in row]
+    most = max(len(row) for row in plan) if mesh[1] > 1 else len(own)
+    for samples in own + [[]] * (most - len(own)):
+        batch = slice_micro_batch(arrays, samples) if samples else _empty(arrays)
+        logprobs_m = learner.logprobs(batch, arrays, 1.0).logprobs_m
+        advantages_m = torch.from_numpy(arrays.advantages_n[batch.targets_m])
+        learner.backward((logprobs_m * advantages_m).sum() / arrays.loss_tokens)
+    gradients = summed_gradients(learner)
+    trainer.close()
+    return gradients
+
+
+def _empty(arrays: SampleArrays) -> MicroBatchArrays:
+    none = np.zeros(0, np.int64)
+    return MicroBatchArrays(
+        input_ids=arrays.token_ids_n[:1],
+        input_lengths=[1],
+        continues=[-1],
+        predictors_m=none,
+        targets_m=none,
+        token_rows={},
+        sample_tokens=0,
+    )
