@@ -86,8 +86,24 @@ def test_a_layout_computes_what_one_rank_does(folder: Path, case: str, layout: s
         worst = difference(actual["gradients"], expected["gradients"])
         print(f"{case}, {layout}: {worst:.1e} of the largest gradient")
         assert worst < 2e-6
-        assert actual["norms"] == pytest.approx(expected["norms"], rel=1e-6)
+        assert actual["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-6)
+        assert actual["norms"] == pytest.approx(expected["norms"], rel=2e-5)  # of weights that differ by rounding
         assert min(actual["norms"]) > 0.02, "clipping is active"
         assert actual["micro_batches"] >= 4
         assert difference(actual["weights"], expected["weights"]) < 5e-5
         np.testing.assert_allclose(actual["probe"], expected["probe"], atol=1e-3)
+
+
+# Samples of each micro-batch of each rank: uneven ones, of which some ranks have fewer, or none.
+PLANS = {
+    "uneven": [[[0, 1, 2], [3], [4, 5]], [[6]], [[7, 8], [9]], [[10], [11]]],
+    "a rank without data": [[[0, 1], [2]], [[3, 4, 5, 6], [7], [8]], [], [[9, 10], [11]]],
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("case", ["plain", "untied", "mixture", "transformers", "rows", "adapter"])
+def test_ranks_may_have_fewer_micro_batches_or_none(folder: Path, case: str, plan: str) -> None:
+    expected = on_one(folder, case, padded_gradients, PLANS[plan])
+    for actual in processes(4).call(padded_gradients, folder, experiment_of(folder, case, 2), PLANS[plan]):
+        assert difference(actual, expected) < 2e-6
