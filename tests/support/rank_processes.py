@@ -10,14 +10,17 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from tiny_trainer import Context, make_batch
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays, lay_out, slice_micro_batch
+from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.trainer.learner import Learner
 from headway.trainer.service import TrainerService
+from headway.trainer.sharding import is_divided
 
 _starts = itertools.count()
 Weights = dict[str, np.ndarray]
@@ -43,7 +46,7 @@ class RankProcesses:
         rendezvous = f"file://{folder}/rendezvous-{next(_starts)}"
         for pipe in self._pipes:
             pipe.send((function, rendezvous, arguments))
-        replies = [pipe.recv() if pipe.poll(limit_s) else (False, "no answer") for pipe in self._pipes]
+        replies = [_reply(pipe, limit_s) for pipe in self._pipes]
         if failures := [f"rank {rank}: {reply[1]}" for rank, reply in enumerate(replies) if not reply[0]]:
             self.stop()
             processes.cache_clear()
@@ -53,6 +56,13 @@ class RankProcesses:
     def stop(self) -> None:
         for process in self._processes:
             process.kill()
+
+
+def _reply(pipe: Any, limit_s: float) -> tuple[bool, Any]:
+    try:
+        return pipe.recv() if pipe.poll(limit_s) else (False, "no answer")
+    except (EOFError, ConnectionError):  # gloo aborts a process that receives more than it expects
+        return False, "died"
 
 
 @functools.cache
@@ -101,6 +111,7 @@ def train(mesh: tuple[int, int, str], experiment: dict[str, Any], steps: int = 3
     trainer = service(mesh, experiment)
     learner = trainer.learner
     batches = batches or [make_batch(number, groups=8, step=number) for number in range(steps)]
+    first_probe = trainer.score()
     trainer.policy.accumulate_gradients(lay_out(batches[0]).arrays())
     gradients = summed_gradients(learner)
     trainer.policy.clear()
@@ -114,6 +125,7 @@ def train(mesh: tuple[int, int, str], experiment: dict[str, Any], steps: int = 3
         "metrics": reports[-1].metrics,
         "micro_batches": reports[0].micro_batches,
         "weights": weights,
+        "first_probe": first_probe.paths["alone"].logprobs,
         "probe": probe.paths["alone"].logprobs,
     }
 
@@ -145,3 +157,62 @@ def _empty(arrays: SampleArrays) -> MicroBatchArrays:
         token_rows={},
         sample_tokens=0,
     )
+
+
+def saved_and_resumed(mesh: tuple[int, int, str], experiment: dict[str, Any], path: str) -> dict[str, Any]:
+    """Train a step, save a checkpoint, offload, and train another."""
+    trainer = service(mesh, experiment)
+    trainer.train_step(lay_out(make_batch(0)))
+    trainer.save_checkpoint(path, {})
+    stored = state_of(trainer)
+    moved = trainer.offload()
+    trainer.onload()
+    storages = [tensor.untyped_storage() for tensor in trainer.learner.resident()]
+    resident = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    trainer.train_step(lay_out(make_batch(1, step=1)))
+    outcome = {"stored": stored, "after": state_of(trainer), "moved": moved.moved_bytes, "resident": resident}
+    trainer.close()
+    return outcome
+
+
+def loaded(mesh: tuple[int, int, str], experiment: dict[str, Any], path: str, output: str) -> dict[str, Any]:
+    """Load a checkpoint, publish and save what it holds."""
+    trainer = service(mesh, experiment)
+    assert trainer.load_checkpoint(path) == 1
+    state = state_of(trainer)
+    published = trainer.publish(1)
+    trainer.save_checkpoint(output, {})
+    trainer.close()
+    return {"state": state, "published": None if published is None else published.checksum}
+
+
+def state_of(trainer: TrainerService) -> Weights:
+    """Weights and AdamW's moments, complete."""
+    learner = trainer.learner
+    states = [learner.optimiser.state[parameter] for parameter in learner.parameters]
+    moments = {
+        f"{name}/{kind}": values
+        for kind in ("exp_avg", "exp_avg_sq")
+        for name, values in complete(learner, [state[kind] for state in states]).items()
+    }
+    return complete(learner, learner.parameters) | moments
+
+
+def counted(mesh: tuple[int, int, str], experiment: dict[str, Any]) -> dict[str, Any]:
+    """The collectives of a micro-batch, and whether what a loss gets may be overwritten."""
+    trainer = service(mesh, experiment)
+    learner, arrays = trainer.learner, lay_out(make_batch(5)).arrays()
+    names = list[str]()
+    inside = COLLECTIVES.inside
+    with mock.patch.object(COLLECTIVES, "inside", lambda name: names.append(name) or inside(name)):
+        logprobs_m = learner.logprobs(slice_micro_batch(arrays, [0, 1]), arrays, 1.0).logprobs_m
+        gathered = len(names)
+        learner.backward(logprobs_m.sum())
+    is_view = logprobs_m._base is not None
+    learner.model.compute(lambda: None)  # leaves what it gathers for a backward that never comes
+    trainer.policy.clear()
+    with torch.no_grad():
+        learner.model.compute(lambda: None)
+    divided = all(map(is_divided, learner.model.parameters()))
+    trainer.close()
+    return {"forward": names[:gathered], "backward": names[gathered:], "is_view": is_view, "divided": divided}

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import Weights, padded_gradients, processes, train
+from rank_faults import FAULTS, with_fault
+from rank_processes import Weights, counted, loaded, padded_gradients, processes, saved_and_resumed, train
 from tiny_hub import make_hub_model
 from tiny_trainer import make_experiment
 
@@ -107,3 +108,77 @@ def test_ranks_may_have_fewer_micro_batches_or_none(folder: Path, case: str, pla
     expected = on_one(folder, case, padded_gradients, PLANS[plan])
     for actual in processes(4).call(padded_gradients, folder, experiment_of(folder, case, 2), PLANS[plan]):
         assert difference(actual, expected) < 2e-6
+
+
+@pytest.mark.parametrize("case", ["plain", "mixture", "transformers"])
+def test_bfloat16_is_gathered_from_float32_shards(folder: Path, case: str) -> None:
+    expected = on_one(folder, case, dtype="bfloat16")
+    for actual in processes(2).call(train, folder, experiment_of(folder, case, 2, dtype="bfloat16")):
+        assert difference(actual["gradients"], expected["gradients"]) < 2e-2
+        assert actual["norms"] == pytest.approx(expected["norms"], rel=2e-2)
+        assert np.array_equal(actual["first_probe"], expected["first_probe"]), "the same rounded weights"
+
+
+def test_ten_steps_of_adamw_end_near_those_of_one_rank(folder: Path) -> None:
+    expected = on_one(folder, "plain", train, 10)
+    (actual, *_) = processes(4).call(train, folder, experiment_of(folder, "plain", 2), 10)
+    assert difference(actual["weights"], expected["weights"]) < 5e-5
+
+
+@pytest.mark.parametrize("case", ["plain", "mixture", "reference"])
+def test_a_run_on_the_same_ranks_has_the_same_bits(folder: Path, case: str) -> None:
+    first, again = (processes(4).call(train, folder, experiment_of(folder, case, 2)) for _ in range(2))
+    for one, other in zip(first, again, strict=True):
+        assert one["norms"] == other["norms"]
+        assert all(np.array_equal(values, other["weights"][name]) for name, values in one["weights"].items())
+
+
+def test_copies_and_shards_hold_the_same_weights(folder: Path) -> None:
+    first, *others = processes(4).call(train, folder, experiment_of(folder, "plain", 2))
+    assert all(np.array_equal(first["weights"][name], one["weights"][name]) for one in others for name in one["weights"])
+
+
+def test_a_checkpoint_of_four_ranks_is_that_of_two_and_of_one(folder: Path, tmp_path: Path) -> None:
+    paths = [str(tmp_path / str(number) / "checkpoints" / "step_00000001") for number in range(5)]
+    saved = processes(4).call(saved_and_resumed, folder, experiment_of(folder, "plain", 4), paths[0])
+    published = list[str | None]()
+    for (size, shards), source, target in zip(((4, 2), (2, 2), (1, 1), (4, 4)), paths, paths[1:], strict=False):
+        results = processes(size).call(loaded, folder, experiment_of(folder, "plain", shards), source, target)
+        for actual in results:
+            assert all(np.array_equal(actual["state"][name], one) for name, one in saved[0]["stored"].items())
+        published += [actual["published"] for actual in results if actual["published"] is not None]
+    assert len(published) == 4, "rank 0 publishes, the others take part"
+    assert len(set(published)) == 1
+
+
+def test_offloaded_shards_come_back_and_are_a_share(folder: Path, tmp_path: Path) -> None:
+    one = on_one(folder, "plain", saved_and_resumed, str(tmp_path / "one" / "step_00000001"))
+    path = str(tmp_path / "checkpoints" / "step_00000001")
+    for actual in processes(4).call(saved_and_resumed, folder, experiment_of(folder, "plain", 4), path):
+        assert difference(actual["after"], one["after"]) < 1e-4
+        assert actual["moved"] == actual["resident"]
+        assert actual["resident"] <= 0.3 * one["resident"]  # some matrices have fewer rows than a multiple of ranks
+
+
+@pytest.mark.parametrize("case", ["plain", "transformers"])
+def test_collectives_are_counted_and_what_is_gathered_is_freed(folder: Path, case: str) -> None:
+    for actual in processes(2).call(counted, folder, experiment_of(folder, case, 2)):
+        assert actual["forward"] == ["all_gather"] * 3  # what is outside of the layers, and two of them
+        assert sorted(actual["backward"]) == ["all_gather"] * 2 + ["reduce_scatter"] * 3
+        assert actual["divided"]
+        assert not actual["is_view"], "a loss that overwrites a view would change gradients silently"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(folder: Path, fault: str) -> None:
+    case, arguments, dtype = ("rows", [PLANS["uneven"]], "float32") if fault == "unequal_calls" else ("plain", [], "float32")
+    if fault == "rounded_positions":
+        dtype = "bfloat16"
+    function = padded_gradients if arguments else train
+    experiment, expected = experiment_of(folder, case, 4, dtype=dtype), on_one(folder, case, function, *arguments)
+    try:
+        results = processes(4).call(with_fault, folder, fault, function, experiment, *arguments, limit_s=20)
+    except RuntimeError:
+        return  # a rank fails, or one waits for a collective of another
+    gradients = [actual if arguments else actual["gradients"] for actual in results]
+    assert any(difference(actual, expected if arguments else expected["gradients"]) > 1e-3 for actual in gradients)
