@@ -73,7 +73,8 @@ def _require_shards(experiment: Experiment) -> None:
     if settings.shards != "all" and ranks % settings.shards:
         valid = ", ".join(str(number) for number in range(1, ranks + 1) if not ranks % number)
         raise ValueError(
-            f"trainer.shards = {settings.shards} doesn't divide the {ranks} ranks of trainer.devices; valid: {valid}, all"
+            f"trainer.shards = {settings.shards} doesn't divide the {ranks} ranks of trainer.devices; valid: {valid}, "
+            "all, auto"
         )
     key, valid = ("shards", "1") if settings.shards_of(ranks) > 1 else ("host_memory", "'none' or 'optimiser'")
     if quantization is not None and (key == "shards" or settings.host_memory == "all"):

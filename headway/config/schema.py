@@ -249,8 +249,8 @@ class TrainerConfig(Section):
     packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
     micro_batch_samples: Positive | None = None  # fixed: samples of a forward pass (branches count), of any length
     shared_prefix: bool = True  # a group's common prefix is computed once in a micro-batch, with the same gradient
-    # Tune: more where `headway check` finds too little memory for a copy; a copy's ranks gather each layer to compute it
-    shards: Positive | Literal["all"] = 1  # ranks that divide a copy of the model; auto: the fewest that have the memory
+    # Tune: more where a copy doesn't fit (`headway check`); its ranks gather each layer when they compute it
+    shards: Positive | Literal["all"] = 1  # ranks that divide a copy of the model; auto: the fewest that can hold it
     # Tune: "optimiser" on GPUs where a copy nearly fits, then "all": less of the GPU's memory for slower steps
     host_memory: Literal["none", "optimiser", "all"] = "none"  # in the machine's: AdamW's moments, or weights as well
     # Tune: "selective" where activations don't fit, then "full": a third more work for a fraction of their memory

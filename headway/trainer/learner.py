@@ -176,7 +176,9 @@ class Learner:
             else:
                 assert isinstance(chosen_model, Decoder)
                 hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
-            return token_logprobs(chosen_model, hidden_nd.index_select(0, predictors_m), targets_m, temperature, kept=kept)
+            return token_logprobs(
+                chosen_model, hidden_nd.index_select(0, predictors_m), targets_m, temperature, kept=kept
+            )
 
         with native.using(self._kernels):
             token_scores = chosen_model.compute(compute)

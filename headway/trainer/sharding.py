@@ -65,7 +65,9 @@ class ShardedModel:
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
             unit.set_custom_all_gather(_CountedCollective("all_gather", torch.distributed.all_gather_single))
-            unit.set_custom_reduce_scatter(_CountedCollective("reduce_scatter", torch.distributed.reduce_scatter_single))
+            unit.set_custom_reduce_scatter(
+                _CountedCollective("reduce_scatter", torch.distributed.reduce_scatter_single)
+            )
         self._root: Any = model
         self._root.set_reduce_scatter_unused_params(True)  # a rank's tokens may use less of a layer than others'
         register(model, "compute")

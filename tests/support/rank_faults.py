@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-
 from headway.models.packed_model import PackedModel
 from headway.trainer import sharding
 from headway.trainer.ranks import Ranks
@@ -33,14 +32,14 @@ def scaled_summands() -> Iterator[None]:
     """The reduction isn't told to be a sum, of which gloo can't scale the summands."""
     from torch.distributed.fsdp import FSDPModule
 
-    with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms", lambda *_: None):
+    with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms"):
         yield
 
 
 @contextmanager
 def method_without_hooks() -> Iterator[None]:
     """No method gathers what is outside of the layers."""
-    with mock.patch("torch.distributed.fsdp.register_fsdp_forward_method", lambda *_: None):
+    with mock.patch("torch.distributed.fsdp.register_fsdp_forward_method"):
         yield
 
 
@@ -63,18 +62,14 @@ def rounded_positions() -> Iterator[None]:
 
 @contextmanager
 def stale_parameters() -> Iterator[None]:
-    """The optimiser has the parameters of before the division."""
-    with mock.patch.object(sharding.ShardedModel, "__init__", _divide_after_reading(sharding.ShardedModel.__init__)):
+    """An adapter's matrices are divided as well, and the optimiser has those of before."""
+    original = sharding.ShardedModel.__init__
+
+    def divide(self: Any, *arguments: Any, whole: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+
+    with mock.patch.object(sharding.ShardedModel, "__init__", divide):
         yield
-
-
-def _divide_after_reading(original: Callable[..., None]) -> Callable[..., None]:
-    def divide(self: Any, model: PackedModel, *arguments: Any, **options: Any) -> None:
-        parameters = dict(model.named_parameters())
-        original(self, model, *arguments, **options)
-        model.named_parameters = lambda: iter(parameters.items())  # pyright: ignore[reportAttributeAccessIssue]
-
-    return divide
 
 
 FAULTS = {

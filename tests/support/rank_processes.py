@@ -106,11 +106,11 @@ def summed_gradients(learner: Learner) -> Weights:
     return complete(learner, gradients)
 
 
-def train(mesh: tuple[int, int, str], experiment: dict[str, Any], steps: int = 3, batches: Any = None) -> dict[str, Any]:
+def train(mesh: tuple[int, int, str], experiment: dict[str, Any], steps: int = 3) -> dict[str, Any]:
     """Gradients of a batch before any step, gradient norms of steps, log-probabilities and the weights after them."""
     trainer = service(mesh, experiment)
     learner = trainer.learner
-    batches = batches or [make_batch(number, groups=8, step=number) for number in range(steps)]
+    batches = [make_batch(number, groups=8, step=number) for number in range(steps)]
     first_probe = trainer.score()
     trainer.policy.accumulate_gradients(lay_out(batches[0]).arrays())
     gradients = summed_gradients(learner)

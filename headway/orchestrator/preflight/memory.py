@@ -302,7 +302,9 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     moved_parts = {"none": (), "optimiser": ("AdamW",), "all": ("weights", "gradients", "AdamW")}[settings.host_memory]
     moved = {part: device_parts.pop(part) for part in moved_parts}
     for rank, device in enumerate(settings.devices):
-        host_parts = {"base": BASE_BYTES["trainer"]} | moved | _of_sets(sample_count * kept_set_bytes(experiment, model))
+        host_parts = (
+            {"base": BASE_BYTES["trainer"]} | moved | _of_sets(sample_count * kept_set_bytes(experiment, model))
+        )
         host_parts |= _of_grammars(experiment) if experiment.kept_sets else {}
         yield from _on_device(experiment, f"trainer-{rank}", device, device_parts, host_parts)
 
