@@ -170,7 +170,8 @@ class HfModel(PackedModel):
             ids_bl = ids_n[index_bl]
             if self._image_token is not None:  # padding must not contain the image token
                 ids_bl[:, 1:].masked_fill_(index_bl.diff() == 0, int(self._image_token == 0))
-            pixels = [pixels_by_start[start] for start in index_bl[:, 0].tolist()] if pictures else [{}]
+            starts = index_bl[:, 0].tolist() if pictures else []
+            pixels: list[Pixels] = [pixels_by_start[start] for start in starts] or [{}]
             shapes = {tuple((name, array.shape[1:]) for name, array in of_row.items()) for of_row in pixels}
             if len(pixels) > 1 and (len(shapes) > 1 or self.config.model_type not in _BATCHED_PICTURES) and any(pixels):
                 calls += [(ids_1l, [of_row]) for ids_1l, of_row in zip(ids_bl[:, None], pixels, strict=True)]

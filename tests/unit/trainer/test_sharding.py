@@ -41,6 +41,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LAYOUTS = {"2 shards": (2, 2), "4 shards": (4, 4), "2 copies of 2": (4, 2)}
 
+EACH = [  # the slow ones repeat a case on another layout
+    pytest.param(case, layout, marks=[] if layout == "2 copies of 2" or case == "plain" else pytest.mark.slow)
+    for case in CASES
+    for layout in LAYOUTS
+]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -78,8 +84,7 @@ def difference(actual: Weights, expected: Weights) -> float:
     return max(float(np.abs(values - expected[name]).max() / largest) for name, values in actual.items())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "layout"), EACH)
 def test_a_layout_computes_what_one_rank_does(folder: Path, case: str, layout: str) -> None:
     (size, shards), expected = LAYOUTS[layout], on_one(folder, case)
     results = processes(size).call(train, folder, experiment_of(folder, case, shards))
