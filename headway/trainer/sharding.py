@@ -27,7 +27,7 @@ T = TypeVar("T")
 class ShardedModel:
     """A model whose weights are divided among the ranks of a mesh's dimension "shards".
 
-    Every rank must call ``model.compute`` equally often, inside it the layers equally often, and then the backward.
+    Every rank must call `PackedModel.compute` equally often, inside it the layers equally often, and then the backward.
     Its parameters are replaced: whatever keeps parameters has to read them again.
     """
 
