@@ -131,21 +131,21 @@ class TrainerClient:
 
     async def begin_publish(self, version: int) -> None:
         """See `records.clients.Trainer.begin_publish`."""
-        await self._first("begin_publish", version)
+        await self._all("begin_publish", version)
 
     async def publish(self, version: int) -> PublishedWeights:
-        return await self._first("complete_publish", version)
+        return (await self._all("complete_publish", version))[0]
 
     async def score(self, prompt: tuple[int, ...] = (), pixels: str = "") -> ProbeScores | None:
         """See `records.clients.Trainer.score`."""
-        return await self._first("score", prompt, pixels)
+        return (await self._all("score", prompt, pixels))[0]
 
     async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        return await self._first("save_checkpoint", path, consumed)
+        return (await self._all("save_checkpoint", path, consumed))[0]
 
     async def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
         """Write the present weights as a model folder (``RUN/best``), atomically."""
-        return await self._first("save_weights", path, metrics)
+        return (await self._all("save_weights", path, metrics))[0]
 
     async def load_checkpoint(self, path: str) -> int:
         version = (await self._all("load_checkpoint", path))[0]
@@ -156,8 +156,8 @@ class TrainerClient:
         await self._all("load_weights", path)
 
     async def measure_peak(self) -> float:
-        """Measure the FLOP/s of large matrix products at the training dtype, the denominator of MFU."""
-        return await self._first("measure_peak")
+        """Measure the FLOP/s of large matrix products at the training dtype on all ranks, the denominator of MFU."""
+        return sum(await self._all("measure_peak"))
 
     async def offload(self) -> list[MemoryMove]:
         """Move every rank's state, including accumulated parts, off its device (`TrainerService.offload`); returns each
@@ -207,9 +207,6 @@ class TrainerClient:
             preload=MODEL_CODE,
             log_path=None if self._log_directory is None else Path(self._log_directory) / f"{name}.log",
         )
-
-    async def _first(self, method: str, *arguments: Any) -> Any:
-        return await _with_own_cause(self._running()[0].call(method, *arguments))
 
     async def _all(self, method: str, *arguments: Any) -> list[Any]:
         workers = self._running()

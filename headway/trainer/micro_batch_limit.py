@@ -30,8 +30,8 @@ class MicroBatchLimit:
 
     def attempt(self, passes: Callable[[], T], undo: Callable[[], None]) -> T:
         """Return what the ``passes`` over micro-batches return. If they exceed the memory of any rank's device, halve
-        the limit on all ranks, ``undo`` what the passes did, and repeat them; the second time raise OutOfDeviceMemory.
-        """
+        the limit on all ranks, ``undo`` what the passes did, and repeat them; the second time raise OutOfDeviceMemory,
+        and at once if ranks divide the weights: the others then wait inside a layer for the rank that is short."""
         while True:
             outcome, shortage = None, ""
             try:
@@ -39,6 +39,8 @@ class MicroBatchLimit:
             except (torch.OutOfMemoryError, HookFailed) as error:  # keep no error: its frames hold the activations
                 if not (shortage := _shortage_of(error)):
                     raise
+                if self._learner.ranks.mesh is not None:
+                    self._halve(shortage)
             if not self._is_short_anywhere(shortage):
                 return cast("T", outcome)
             self._halve(shortage or "another rank is out of memory")
@@ -55,7 +57,7 @@ class MicroBatchLimit:
         size = self.samples or 1 if self._is_fixed else self.tokens
         half = size // 2
         cause_text = f"micro-batches of {key} = {size} don't fit in a device's memory ({shortage})"
-        if self.halved or not self._may_halve or not half:
+        if self.halved or not self._may_halve or not half or self._learner.ranks.mesh is not None:
             valid_text = f"at most {half}" if half else "none smaller"
             raise OutOfDeviceMemory(f"{cause_text}; valid: {valid_text}, or trainer.gradient_checkpointing = 'full'")
         self.halved = f"{cause_text}: they have at most {half} from now on"

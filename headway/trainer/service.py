@@ -80,17 +80,18 @@ class ModelService:
         self._offloaded = OffloadedTensors(run_folder if Path(run_folder).is_dir() else None)
         self._publisher: Publisher | None = None
         self._finisher = ThreadPoolExecutor(1, "publish")
-        self._begun: tuple[int, Future[PublishedWeights]] | None = None  # the version of `begin_publish`
+        self._begun: tuple[int, Future[PublishedWeights | None]] | None = None  # the version of `begin_publish`
 
     def begin_publish(self, version: int) -> None:
         """Take a snapshot of the trained weights; the rest of publishing runs beside this process's next calls."""
         self._begun = version, self._finisher.submit(self._finish, self._begin(version))
 
-    def publish(self, version: int) -> PublishedWeights:
-        """Publish the trained weights under ``version``, in the generator's dtype."""
+    def publish(self, version: int) -> PublishedWeights | None:
+        """Publish the trained weights under ``version``, in the generator's dtype. None: rank 0 does it, with this
+        rank's part."""
         return self._finish(self._begin(version))
 
-    def complete_publish(self, version: int) -> PublishedWeights | Future[PublishedWeights]:
+    def complete_publish(self, version: int) -> PublishedWeights | Future[PublishedWeights | None] | None:
         """Publish the weights of `begin_publish`, or the present ones if that wasn't called with ``version``."""
         if self._begun is None or self._begun[0] != version:
             return self.publish(version)
@@ -98,13 +99,19 @@ class ModelService:
         return publish_future
 
     @reporting_shortage()
-    def _begin(self, version: int) -> Publication:
+    def _begin(self, version: int) -> Publication | None:
+        if self.ranks.rank > 0:
+            for weight in self.learner.weights().values():
+                self.learner.complete(weight)
+            return None
         if self._begun is not None:  # two at a time would share their memory
             wait([self._begun[1]])
         publisher = self._publisher = self._publisher or self._open_publisher()
-        return publisher.begin(version, self.learner.weights())
+        return publisher.begin(version, self.learner.weights(), self.learner.complete)
 
-    def _finish(self, publication: Publication) -> PublishedWeights:
+    def _finish(self, publication: Publication | None) -> PublishedWeights | None:
+        if publication is None:
+            return None
         published = publication.finish()
         return msgspec.structs.replace(published, adapter="" if self.learner.lora is None else POLICY_ADAPTER)
 
@@ -137,8 +144,8 @@ class ModelService:
         self.learner.load_weights(path)
 
     def measure_peak(self) -> float:
-        """Measure the FLOP/s of large matrix products at the training dtype, times the number of ranks."""
-        return measure_peak_flops(self.learner.device, self.learner.dtype) * self.ranks.size
+        """Measure the FLOP/s of large matrix products at the training dtype."""
+        return measure_peak_flops(self.learner.device, self.learner.dtype)
 
     def close(self) -> None:
         """Unlink the published weights and leave the process group."""
@@ -150,14 +157,16 @@ class ModelService:
         self.ranks.close()
 
     def _save_model(self, path: str, state: CheckpointState) -> None:
-        """Write a model or adapter folder, and ``state``, atomically. Raises StorageFailed."""
-        _write(path, self.learner.save_weights, state)
+        """Write a model or adapter folder, and ``state``, atomically, by rank 0. Raises StorageFailed."""
+        gathered = self.learner.gather_model()  # before anything may fail on rank 0 alone
+        if self.ranks.rank == 0:
+            _write(path, lambda folder: self.learner.save_weights(folder, gathered), state)
 
 
 class TrainerService(ModelService):
     """The worker class of an RL trainer's rank: the model, its optimiser and the version.
 
-    Every rank has all weights; `train_step` gets the complete batch on every rank and computes a share of it.
+    `train_step` gets the complete batch on every rank and computes a share of it.
     ``context``: the worker's (device, log). ``experiment``: the validated experiment as a JSON mapping.
     """
 
@@ -174,7 +183,8 @@ class TrainerService(ModelService):
     ) -> None:
         validated = validate_experiment(experiment, "experiment")
         settings = validated.trainer
-        ranks = Ranks(rank, world_size, rendezvous, use_device(context.device))
+        device, meshed = use_device(context.device), settings.host_memory == "all"
+        ranks = Ranks(rank, world_size, rendezvous, device, settings.shards_of(world_size), meshed=meshed)
         replays, pixels = replayed_routing(validated) is not None, PixelStore(Path(validated.run.directory) / FOLDER)
         super().__init__(context, validated, run_id, settings, ranks, replays=replays, pixels=pixels)
         self.exports_weights = exports_weights
@@ -273,20 +283,23 @@ class TrainerService(ModelService):
         super().close()
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        """Write atomically everything that a resume needs, then delete older checkpoints beyond ``keep_last``.
+        """Write atomically everything that a resume needs, then delete older checkpoints beyond ``keep_last``; rank 0
+        does, with the other ranks' parts.
 
         Raises StorageFailed on a full disk; the older checkpoints are then kept."""
+        gathered, optimiser_tensors = self.learner.gather_model(), self.learner.optimiser_tensors()
 
         def fill(folder: Path) -> None:
             if self._constrains:
                 (folder / GRAMMAR_FILE).write_text(GRAMMAR_VERSION)
-            self.learner.save_weights(folder / self._weights_folder)
-            save_file(self.learner.optimiser_tensors(), folder / OPTIMISER_FILE)
+            self.learner.save_weights(folder / self._weights_folder, gathered)
+            save_file(optimiser_tensors, folder / OPTIMISER_FILE)
 
         adapts_kl = self.experiment.algorithm.kl_target is not None
         kl_metrics = {"kl_coefficient": self.policy.kl_coefficient} if adapts_kl else {}
-        _write(path, fill, self._state(consumed, kl_metrics))
-        keep_last(Path(path).parent.parent, self.experiment.checkpoint.keep_last)
+        if self.ranks.rank == 0:
+            _write(path, fill, self._state(consumed, kl_metrics))
+            keep_last(Path(path).parent.parent, self.experiment.checkpoint.keep_last)
         return CheckpointInfo(path=path, version=self.version)
 
     def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:

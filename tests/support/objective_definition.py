@@ -132,10 +132,11 @@ class ThreadRanks(Ranks):
     """A rank that meets the others in one process: each runs in a thread of its own."""
 
     def __init__(self, rank: int, slots: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        super().__init__()
         self.rank, self.size = rank, len(slots)
         self._slots, self._barrier = slots, barrier
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum_(self, tensor: torch.Tensor, dimension: str = "all") -> torch.Tensor:
         self._slots[self.rank] = tensor.clone()
         self._barrier.wait(60)
         total = torch.stack(self._slots).sum(0)

@@ -130,7 +130,16 @@ class HfModel(PackedModel):
             raise ValueError(
                 f"a document of {plan.longest} tokens is beyond the context of {self.config.max_positions}"
             )
-        return self._packed(ids_n, plan) if self.packs and not any(pictures) else self._by_rows(ids_n, plan, pictures)
+        packs = self.packs and not any(pictures)
+        rows = [] if packs else self._rows(ids_n, plan, pictures)
+        most_calls = calls = 1 if packs else len(rows)
+        if not self.packs or self.takes_pictures:
+            most_calls = self.most_calls(calls)  # before the first of them, since it is a collective too
+        hidden_nd = self._packed(ids_n, plan) if packs else self._by_rows(rows, plan)
+        for _ in range(calls, most_calls):
+            ids_11 = torch.full((1, 1), int(self._image_token == 0), device=ids_n.device)
+            hidden_nd = hidden_nd + self._hidden(ids_11)[0, :, :0].sum()  # 0, with gradients of 0
+        return hidden_nd
 
     def _packed(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
         # A mask of ones keeps transformers from searching for borders of documents, which the plan has.
@@ -138,32 +147,37 @@ class HfModel(PackedModel):
         with packing(plan):
             return self._hidden(ids_n[None], position_ids=plan.positions_n[None], attention_mask=ones_mask)[0]
 
-    def _by_rows(self, ids_n: Tensor, plan: AttentionPlan, pictures: Sequence[Pixels]) -> Tensor:
+    def _by_rows(self, rows: list[tuple[Tensor, list[Pixels]]], plan: AttentionPlan) -> Tensor:
         if not self._padding_logged:
             self._padding_logged = True
             padding_share = 1 - plan.tokens / sum(bucket.documents * bucket.length for bucket in plan.buckets)
             _log.warning("%s: %.0f %% of the first micro-batch is padding", self.config.model_type, 100 * padding_share)
-        pixels_by_start = dict(zip(itertools.accumulate(plan.lengths, initial=0), pictures, strict=False))
         outputs: list[Tensor] = []
+        for ids_bl, pixels in rows:
+            more = self.picture_arguments(ids_bl, pixels, self._body_takes) if any(pixels) else {}
+            outputs.append(self._hidden(ids_bl, **more).flatten(0, 1))
+        return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
+
+    def _rows(
+        self, ids_n: Tensor, plan: AttentionPlan, pictures: Sequence[Pixels]
+    ) -> list[tuple[Tensor, list[Pixels]]]:
+        """The rows of token ids of each call, and their pictures. Rows are computed one by one if shapes differ, or if
+        it isn't known that an architecture's arrays may be concatenated: some hold positions within one prompt."""
+        pixels_by_start = dict(zip(itertools.accumulate(plan.lengths, initial=0), pictures, strict=False))
+        calls: list[tuple[Tensor, list[Pixels]]] = []
         for bucket in plan.buckets:
             index_bl = bucket.gather_bl.view(bucket.documents, bucket.length)
             ids_bl = ids_n[index_bl]
             if self._image_token is not None:  # padding must not contain the image token
                 ids_bl[:, 1:].masked_fill_(index_bl.diff() == 0, int(self._image_token == 0))
-            row_pictures = [pixels_by_start[start] for start in index_bl[:, 0].tolist()] if pictures else [{}]
-            outputs.append(self._rows(ids_bl, row_pictures).flatten(0, 1))
-        return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
-
-    def _rows(self, ids_bl: Tensor, pictures: Sequence[Pixels]) -> Tensor:
-        """Hidden states as of `_hidden`, of rows with these pictures. Rows are computed one by one if shapes differ, or
-        if it isn't known that an architecture's arrays may be concatenated: some hold positions within one prompt."""
-        if not any(pictures):
-            return self._hidden(ids_bl)
-        shapes = {tuple((name, array.shape[1:]) for name, array in pixels.items()) for pixels in pictures}
-        if len(pictures) > 1 and (len(shapes) > 1 or self.config.model_type not in _BATCHED_PICTURES):
-            rows = zip(ids_bl[:, None], pictures, strict=True)
-            return torch.cat([self._rows(ids_1l, [pixels]) for ids_1l, pixels in rows])
-        return self._hidden(ids_bl, **self.picture_arguments(ids_bl, pictures, self._body_takes))
+            starts = index_bl[:, 0].tolist() if pictures else []
+            pixels: list[Pixels] = [pixels_by_start[start] for start in starts] or [{}]
+            shapes = {tuple((name, array.shape[1:]) for name, array in of_row.items()) for of_row in pixels}
+            if len(pixels) > 1 and (len(shapes) > 1 or self.config.model_type not in _BATCHED_PICTURES) and any(pixels):
+                calls += [(ids_1l, [of_row]) for ids_1l, of_row in zip(ids_bl[:, None], pixels, strict=True)]
+            else:
+                calls.append((ids_bl, pixels))
+        return calls
 
     def picture_arguments(self, ids_bl: Tensor, pictures: Sequence[Pixels], taken: Container[str]) -> dict[str, Tensor]:
         """Further arguments of a forward() over rows of ids, for each row's pictures. ``taken``: names it accepts."""
