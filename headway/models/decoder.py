@@ -140,7 +140,6 @@ class Decoder(PackedModel):
         super().__init__()
         self.config: DecoderConfig = config
         self.checkpointing: Checkpointing = "none"
-        self.division = Division()
         self.embedding_weight = nn.Parameter(torch.empty(config.vocabulary_size, config.width))
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.layers))
         self.final_norm = nn.Parameter(torch.ones(config.width))
@@ -156,12 +155,10 @@ class Decoder(PackedModel):
         return self
 
     def divide(self, division: Division) -> None:
-        """Compute together with the ranks of ``division``, and keep only this rank's experts, as new parameters. Raises
-        ConfigurationError if they can't divide the heads or experts."""
         experts = division.experts
         sizes = [1 if ranks is None else ranks.ranks.size for ranks in division]
         require_divisible(self.config, *sizes)
-        self.division = division
+        super().divide(division)
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.division = division
@@ -218,8 +215,7 @@ class Decoder(PackedModel):
 
         ``ids_n``: int64 [N] with N = sum(lengths). Each document attends causally to itself alone and its positions
         start at 0; the linear layers have no padding. With ``continues`` documents may share a prefix (see
-        `AttentionPlan.build`). ``replay``: experts to choose. Raises ValueError if the lengths don't add up. Ranks that
-        divide the tokens (`ContextRanks`) are given all of them, and each returns the rows of its slice.
+        `AttentionPlan.build`). ``replay``: experts to choose. Raises ValueError if the lengths don't add up.
         """
         context = self.division.context
         if context is not None:

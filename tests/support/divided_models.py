@@ -57,7 +57,7 @@ class Case:
     replay: bool = False
     adapter: bool = False
     dtype: str = "float32"
-    batches: str = "uneven"  # or "short": fewer tokens than ranks; or "late": all loss tokens are in one slice
+    batches: str = "uneven"  # or "short": fewer tokens than ranks; "late": all loss tokens are in one slice; "two experts": have all tokens
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class MicroBatch:
     chosen: Tensor | None  # [N, layers, K]
 
     @classmethod
-    def random(cls, seed: int, lengths: list[int], continues: list[int] | None, case: Case, replay: bool) -> MicroBatch:
+    def random(cls, seed: int, lengths: list[int], continues: list[int] | None, case: Case) -> MicroBatch:
         random = np.random.default_rng(seed)
         tokens = sum(lengths)
         predictors = np.arange(tokens) if case.batches == "short" else np.flatnonzero(random.random(tokens) < 0.8)
@@ -81,6 +81,8 @@ class MicroBatch:
         piece_n = np.repeat(np.arange(len(lengths)), lengths)
         chosen = random.random((tokens, 2, 4)).argsort(-1)[..., :2]
         chosen[random.random(tokens) < 0.2] = -1
+        if case.batches == "two experts":
+            chosen[:] = 0, 1
         return cls(
             ids=torch.from_numpy(random.integers(0, 40, tokens)),
             lengths=lengths,
@@ -88,13 +90,14 @@ class MicroBatch:
             predictors_m=predictors,
             targets_m=torch.from_numpy(random.integers(0, 40, len(predictors))),
             sequence_m=torch.from_numpy(piece_n[predictors]),
-            chosen=torch.from_numpy(chosen) if replay else None,
+            chosen=torch.from_numpy(chosen) if case.replay else None,
         )
 
     @classmethod
-    def without_targets(cls) -> MicroBatch:
+    def without_targets(cls, replay: bool) -> MicroBatch:
         nothing = np.zeros(0, np.int64)
-        return cls(torch.zeros(1, dtype=torch.int64), [1], [-1], nothing, *[torch.from_numpy(nothing)] * 2, None)
+        unknown = torch.full((1, 2, 2), -1) if replay else None
+        return cls(torch.zeros(1, dtype=torch.int64), [1], [-1], nothing, *[torch.from_numpy(nothing)] * 2, unknown)
 
 
 def micro_batches(case: Case) -> list[MicroBatch]:
@@ -105,7 +108,7 @@ def micro_batches(case: Case) -> list[MicroBatch]:
         shapes = [([8, 3, 5, 4], [-1, 0, 0, 2]), ([11, 6, 2, 7, 9], [-1, -1, 0, 0, 1]), ([13], None), *shapes[:2]]
     if case.batches == "short":
         shapes = [([1], None), ([1, 1], None), ([3], None), ([1, 2], None)]
-    return [MicroBatch.random(seed, *shape, case, case.replay) for seed, shape in enumerate(shapes)]
+    return [MicroBatch.random(seed, *shape, case) for seed, shape in enumerate(shapes)]
 
 
 def build(case: Case) -> tuple[Decoder, dict[str, torch.nn.Parameter]]:
@@ -114,7 +117,7 @@ def build(case: Case) -> tuple[Decoder, dict[str, torch.nn.Parameter]]:
     model.checkpointing = case.checkpointing
     if not case.adapter:
         return model, {}
-    adapter = lora.Lora([AdaptedTarget(target, 2, 3.0) for target in targets_of(model.config)], seed=5)
+    adapter = lora.Lora([AdaptedTarget(target=target, rank=2, alpha=3.0) for target in targets_of(model.config)], seed=5)
     for name, parameter in adapter.parameters.items():  # B isn't zero, so that A has gradients
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         parameter.data.normal_(0, 0.3, generator=generator)
@@ -137,8 +140,8 @@ def accumulate(model: Decoder, case: Case, batches: list[MicroBatch]) -> list[fl
     """The losses of the micro-batches, whose gradients are added up."""
     losses = []
     for batch in batches:
-        replay = None if batch.chosen is None else ExpertReplay.of(batch.chosen)
-        hidden_nd = model.forward_packed(batch.ids, batch.lengths, batch.continues, replay)
+        replay = [] if batch.chosen is None else [ExpertReplay.of(batch.chosen)]
+        hidden_nd = model.forward_packed(batch.ids, batch.lengths, batch.continues, *replay)
         context, share = model.division.context, None
         rows, targets = torch.from_numpy(batch.predictors_m), batch.targets_m
         if context is not None:
@@ -168,10 +171,8 @@ def divided(layout: Layout, case: Case, fault: str = "") -> tuple[list[float], d
         model.divide(division)
         batches, copies = micro_batches(case), layout.ranks // layout.context
         while len(batches) % copies:
-            batches.append(MicroBatch.without_targets())
+            batches.append(MicroBatch.without_targets(case.replay))
         copy = torch.distributed.get_rank() // layout.context
-        if case.replay:
-            batches = [batch for batch in batches if batch.chosen is not None]
         losses = accumulate(model, case, batches[copy::copies])
         gradients = _gradients({**dict(model.named_parameters()), **adapter})
         for name, gradient in gradients.items():

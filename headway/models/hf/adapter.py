@@ -117,7 +117,7 @@ class _BaseOnly(PackedModel):
 
     def __init__(self, model: HfModel, peft: PeftModel) -> None:
         super().__init__()
-        self.config, self.checkpointing = model.config, "none"
+        self.config, self.checkpointing, self.division = model.config, "none", model.division
         self._both = (model, peft)  # in a tuple, so that no parameter is counted twice
 
     @property

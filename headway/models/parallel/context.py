@@ -54,14 +54,21 @@ class ContextRanks:
     ) -> Tensor:
         """`packed_attention` of all ranks' tokens, from and to this rank's rows: [n, (Hq+2Hkv)*Dh] to [n, Hq*Dh]."""
         parts = qkv.view(len(qkv), -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
-        all_qkv = self.gather_tokens(parts, plan.tokens)
+        all_qkv = self._gather(parts, plan.tokens)
         own_heads, own_kv_heads = (heads_of_rank(count, self.ranks.size) for count in (heads, kv_heads))
         out = packed_attention(all_qkv, own_heads, own_kv_heads, head_dim, plan, scores)
         return self.scatter_tokens(out, plan.tokens)
 
-    def gather_tokens(self, parts: Sequence[Tensor], tokens: int) -> Tensor:
-        """This rank's heads of all tokens, the parts side by side, [N, w], from all heads of this rank's tokens, each
-        part [n, heads, e]. A part with fewer heads than ranks is copied, so that each rank has one of its heads."""
+    def gather_tokens(self, parts: Sequence[Tensor], tokens: int) -> list[Tensor]:
+        """This rank's heads of all tokens, each part [N, own heads, e], from all heads of this rank's tokens, each part
+        [n, heads, e]. A part with fewer heads than ranks is copied, so that each rank has one of its heads."""
+        counts = [heads_of_rank(part.shape[1], self.ranks.size) for part in parts]
+        widths = [count * part.shape[2] for count, part in zip(counts, parts, strict=True)]
+        joint_parts = self._gather(parts, tokens).split(widths, dim=1)
+        return [part.unflatten(1, (count, -1)) for count, part in zip(counts, joint_parts, strict=True)]
+
+    def _gather(self, parts: Sequence[Tensor], tokens: int) -> Tensor:
+        """`gather_tokens` with the parts side by side, [N, w]."""
         rows, counts = len(parts[0]), self.counts(tokens)
         by_rank = torch.cat([_by_rank(part, self.ranks.size) for part in parts], dim=2)
         return self.ranks.exchange(by_rank.transpose(0, 1).flatten(0, 1), [rows] * self.ranks.size, counts)
