@@ -5,25 +5,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed
+from division_faults import FAULTS
 from torch import Tensor
 
 from headway.models import lora
 from headway.models.adapter_targets import AdaptedTarget, targets_of
+from headway.models.cpu import native
 from headway.models.decoder import Decoder
 from headway.models.experts import ExpertReplay
-from headway.models.parallel import context as context_module
-from headway.models.parallel.context import ContextRanks, TargetShare
+from headway.models.hf.model import load_hf
+from headway.models.kernels import target_logprobs
+from headway.models.packed_model import PackedModel
+from headway.models.parallel.context import ContextRanks
 from headway.models.parallel.division import Division
-from headway.models.parallel.exchange import RankGroup, _Exchange
+from headway.models.parallel.exchange import RankGroup
 from headway.models.parallel.experts import ExpertRanks
+from headway.records.errors import ConfigurationError
+from headway.runtime.stalls.collectives import COLLECTIVES
 from tests.conformance.reference import random_model
 
 EXPERTS = ("gate_up_weight", "down_weight")
@@ -57,7 +61,9 @@ class Case:
     replay: bool = False
     adapter: bool = False
     dtype: str = "float32"
-    batches: str = "uneven"  # or "short": fewer tokens than ranks; "late": all loss tokens are in one slice; "two experts": have all tokens
+    native: bool = False
+    # "short": fewer tokens than ranks; "late": all loss tokens are in one slice; "two experts" have all tokens
+    batches: str = "uneven"
 
 
 @dataclass(frozen=True)
@@ -117,10 +123,11 @@ def build(case: Case) -> tuple[Decoder, dict[str, torch.nn.Parameter]]:
     model.checkpointing = case.checkpointing
     if not case.adapter:
         return model, {}
-    adapter = lora.Lora([AdaptedTarget(target=target, rank=2, alpha=3.0) for target in targets_of(model.config)], seed=5)
+    adapted = [AdaptedTarget(target=target, rank=2, alpha=3.0) for target in targets_of(model.config)]
+    adapter = lora.Lora(adapted, dtype=model.dtype, seed=5)
     for name, parameter in adapter.parameters.items():  # B isn't zero, so that A has gradients
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        parameter.data.normal_(0, 0.3, generator=generator)
+        parameter.data.normal_(0, 0.1, generator=generator)
     lora.use(model, adapter.layers)
     model.requires_grad_(False)
     return model, adapter.parameters
@@ -136,23 +143,28 @@ def loss_of(case: Case, logprobs_m: Tensor, batch: MicroBatch) -> Tensor:
     return ((means[batch.sequence_m] + 3).exp() * weights_m).sum()  # each token's ratio is that of its sequence
 
 
-def accumulate(model: Decoder, case: Case, batches: list[MicroBatch]) -> list[float]:
+def accumulate(model: PackedModel, case: Case, batches: list[MicroBatch]) -> list[float]:
     """The losses of the micro-batches, whose gradients are added up."""
     losses = []
-    for batch in batches:
-        replay = [] if batch.chosen is None else [ExpertReplay.of(batch.chosen)]
-        hidden_nd = model.forward_packed(batch.ids, batch.lengths, batch.continues, *replay)
-        context, share = model.division.context, None
-        rows, targets = torch.from_numpy(batch.predictors_m), batch.targets_m
-        if context is not None:
-            share = context.share(batch.predictors_m, len(batch.ids), torch.device("cpu"))
-            rows, targets = share.rows, targets[share.own]
-        logits = model.head(hidden_nd.index_select(0, rows)).float()
-        logprobs = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
-        loss = loss_of(case, logprobs if share is None else share.gather(logprobs), batch)
-        loss.backward()
-        losses.append(float(loss.detach()))
+    kernels = native.kernels_for(torch.float32, torch.device("cpu")) if case.native else None
+    with native.using(kernels):
+        for batch in batches:
+            losses.append(_backward(model, case, batch))
     return losses
+
+
+def _backward(model: PackedModel, case: Case, batch: MicroBatch) -> float:
+    replay = [] if batch.chosen is None else [ExpertReplay.of(batch.chosen)]
+    hidden_nd = model.forward_packed(batch.ids, batch.lengths, batch.continues, *replay)
+    context, share = model.division.context, None
+    rows, targets = torch.from_numpy(batch.predictors_m), batch.targets_m
+    if context is not None:
+        share = context.share(batch.predictors_m, len(batch.ids), torch.device("cpu"))
+        rows, targets = share.rows, targets[share.own]
+    logprobs = target_logprobs(model.head(hidden_nd.index_select(0, rows)), targets, 0.8)[0]
+    loss = loss_of(case, logprobs if share is None else share.gather(logprobs), batch)
+    loss.backward()
+    return float(loss.detach())
 
 
 @functools.cache
@@ -163,10 +175,11 @@ def alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return losses, _gradients({**dict(model.named_parameters()), **adapter})
 
 
-def divided(layout: Layout, case: Case, fault: str = "") -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of this rank's micro-batches, and the gradients of all ranks added up, on each of a `RankPool`'s ranks."""
+def divided(layout: Layout, case: Case, fault: str = "") -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses of this rank's micro-batches; on rank 0 the gradients of all ranks added up; the number of exchanges."""
     with FAULTS[fault]() if fault else contextlib.nullcontext():
         model, adapter = build(case)
+        entered = COLLECTIVES.entered
         division, expert_ranks, same_experts = _division(layout)
         model.divide(division)
         batches, copies = micro_batches(case), layout.ranks // layout.context
@@ -174,6 +187,7 @@ def divided(layout: Layout, case: Case, fault: str = "") -> tuple[list[float], d
             batches.append(MicroBatch.without_targets(case.replay))
         copy = torch.distributed.get_rank() // layout.context
         losses = accumulate(model, case, batches[copy::copies])
+        entered = COLLECTIVES.entered - entered
         gradients = _gradients({**dict(model.named_parameters()), **adapter})
         for name, gradient in gradients.items():
             if layout.experts > 1 and name.endswith(EXPERTS):
@@ -183,7 +197,59 @@ def divided(layout: Layout, case: Case, fault: str = "") -> tuple[list[float], d
                 gradients[name] = torch.cat(parts)
             else:
                 torch.distributed.all_reduce(gradient)
+    return losses, gradients if torch.distributed.get_rank() == 0 else {}, entered
+
+
+def alone_hf(folder: str, checkpointing: str = "none") -> tuple[list[float], dict[str, Tensor]]:
+    """`alone` of a model of transformers, with some micro-batches of fewer tokens than ranks."""
+    model = load_hf(folder, "float32", "cpu")
+    model.checkpointing = checkpointing
+    return _accumulate_hf(model)
+
+
+def divided_hf(layout: Layout, folder: str, checkpointing: str = "none") -> tuple[list[float], dict[str, Tensor]]:
+    """`divided` of a model of transformers."""
+    model = load_hf(folder, "float32", "cpu")
+    model.checkpointing = checkpointing
+    model.divide(_division(layout)[0])
+    losses, gradients = _accumulate_hf(model)
+    for gradient in gradients.values():
+        torch.distributed.all_reduce(gradient)
     return losses, gradients if torch.distributed.get_rank() == 0 else {}
+
+
+def _accumulate_hf(model: PackedModel) -> tuple[list[float], dict[str, Tensor]]:
+    batches = micro_batches(Case()) + micro_batches(Case(batches="short"))
+    return accumulate(model, Case(), batches), _gradients(dict(model.named_parameters()))
+
+
+def refusal(layout: Layout, folder: str) -> str:
+    """The error of a model of transformers that this layout can't divide; "": it can."""
+    model = load_hf(folder, "float32", "cpu")
+    try:
+        model.divide(_division(layout)[0])
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def kept_bytes(layout: Layout | None, tokens: int) -> int:
+    """The memory that a document's backward needs, on this rank of ``layout`` or alone."""
+    model = random_model(3, width=64, head_dim=16)
+    if layout is not None:
+        model.divide(_division(layout)[0])
+    kept: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.forward_packed(torch.arange(tokens) % 40, [tokens]).sum().backward()
+    return sum(kept.values())
 
 
 def _gradients(parameters: dict[str, Any]) -> dict[str, Tensor]:
@@ -213,92 +279,3 @@ def _own_group(groups: list[list[int]]) -> Any:
     made = [torch.distributed.new_group(ranks) for ranks in groups]
     rank = torch.distributed.get_rank()
     return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
-
-
-# --- faults, by what is wrong ----------------------------------------------------------------------------------------
-
-
-def _gather_sums() -> Any:
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone()
-        torch.distributed.all_reduce(total)
-        return total.index_select(0, ctx.own), None
-
-    return patch.object(context_module._Gather, "backward", staticmethod(backward))
-
-
-def _gather_detached_order() -> Any:
-    def share(self: ContextRanks, *args: Any) -> TargetShare:
-        shared = plain(self, *args)
-        return shared._replace(order_m=torch.sort(shared.order_m).values)
-
-    plain = ContextRanks.share
-    return patch.object(ContextRanks, "share", share)
-
-
-def _slices_begin_at_zero() -> Any:
-    plain = Decoder.rope
-    return patch.object(Decoder, "rope", lambda self, positions: plain(self, torch.arange(len(positions))))
-
-
-def _copies_without_gradient() -> Any:
-    def by_rank(part: Tensor, size: int) -> Tensor:
-        rows, heads, head_dim = part.shape
-        copies = max(1, size // heads)
-        rest = [part[:, :, None].detach()] * (copies - 1)
-        return torch.cat([part[:, :, None], *rest], 2).reshape(rows, size, -1 if rows else head_dim)
-
-    return patch.object(context_module, "_by_rank", by_rank)
-
-
-def _exchange_without_return() -> Any:
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        received, sent = ctx.back
-        back = ctx.ranks.all_to_all(grads[0], received, sent)
-        first = sum(sent[: ctx.ranks.rank])
-        kept = torch.zeros_like(back)
-        kept[first : first + sent[ctx.ranks.rank]] = back[first : first + sent[ctx.ranks.rank]]
-        return kept, None, None, None
-
-    return patch.object(_Exchange, "backward", staticmethod(backward))
-
-
-def _exchange_averages() -> Any:
-    plain = _Exchange.backward
-
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return plain(ctx, grads[0] / ctx.ranks.size)
-
-    return patch.object(_Exchange, "backward", staticmethod(backward))
-
-
-def _replay_of_the_first_rows() -> Any:
-    def layer(self: ExpertReplay, index: int, rows: slice = slice(None)) -> ExpertReplay:
-        count = len(self.chosen[rows])
-        return ExpertReplay(self.chosen[:count, index], self.counts[index])
-
-    return patch.object(ExpertReplay, "layer", layer)
-
-
-@contextlib.contextmanager
-def _own_loss() -> Iterator[None]:
-    """Each rank's loss is of its own tokens: a sequence's mean is that of its part."""
-
-    def gather(self: TargetShare, scores: Tensor) -> Tensor:
-        mine = torch.zeros(len(self.order_m), dtype=scores.dtype)
-        return mine.index_copy(0, self.own, scores)
-
-    with patch.object(TargetShare, "gather", gather):
-        yield
-
-
-FAULTS: dict[str, Any] = {
-    "gather sums": _gather_sums,
-    "gather in the ranks' order": _gather_detached_order,
-    "each rank has its own loss": _own_loss,
-    "slices begin at position 0": _slices_begin_at_zero,
-    "copied heads without gradient": _copies_without_gradient,
-    "gradients aren't sent back": _exchange_without_return,
-    "gradients are averaged": _exchange_averages,
-    "replay of the first rows": _replay_of_the_first_rows,
-}

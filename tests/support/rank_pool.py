@@ -23,7 +23,7 @@ class RankPool:
     def __init__(self, size: int) -> None:
         self._file = os.path.join(tempfile.mkdtemp(), "rendezvous")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "divided_models"])
+        context.set_forkserver_preload(["torch._dynamo", "divided_models"])
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):

@@ -24,7 +24,7 @@ def require_heads(heads: int, kv_heads: int, ranks: int, *, copied: bool = True)
 
 
 def require_divisible(config: DecoderConfig, context: int = 1, experts: int = 1) -> None:
-    """Raise ConfigurationError if ``context`` ranks can't divide the model's heads, or ``experts`` ranks its experts."""
+    """Raise ConfigurationError if ``context`` ranks can't divide the heads of a model, or ``experts`` its experts."""
     require_heads(config.heads, config.kv_heads, context)
     if experts == 1:
         return
