@@ -46,10 +46,10 @@ CASES = {
     "experts without tokens": replace(MIXTURE, batches="two experts", replay=True),
     "native kernels": replace(MIXTURE, batches="two experts", replay=True, native=True),
 }
-EVERY_CASE = ("cp2", "cp2 x ep2")  # of the other layouts, what differs between layouts alone; the rest is slow
+# Of the layouts after the first, what differs between layouts alone; the rest is in the slow tier.
 SOME = ("gemma2", "mixture", "selective checkpointing", "fewer tokens than ranks", "experts without tokens")
 FORMS = [
-    pytest.param(layout, case, marks=() if layout in EVERY_CASE or case in SOME else pytest.mark.slow)
+    pytest.param(layout, case, marks=() if layout == "cp2" or case in SOME else pytest.mark.slow)
     for layout, shape in LAYOUTS.items()
     for case, settings in CASES.items()
     if shape.experts == 1 or settings.family == "qwen3_moe"

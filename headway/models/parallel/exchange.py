@@ -1,7 +1,4 @@
-"""Exchanges of rows between ranks, with exact gradients: each rank's gradient goes back to the rank the row came from.
-
-Shape suffixes: n rows of this rank, c ranks.
-"""
+"""Exchanges of rows between ranks, with exact gradients."""
 
 from __future__ import annotations
 

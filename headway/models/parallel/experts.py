@@ -1,5 +1,6 @@
-"""Expert parallelism: ranks divide the experts of each mixture, and send each token's row to the ranks that have its
-experts (GShard, Lepikhin et al. 2020, arXiv 2006.16668), without a capacity: no token is dropped.
+"""Expert parallelism: ranks divide the experts of each mixture (GShard, Lepikhin et al. 2020, arXiv 2006.16668).
+
+Each token's row is sent to the ranks that have its experts, without a capacity: no token is dropped.
 
 Shape suffixes: m (token, expert) pairs of this rank's tokens, r pairs of this rank's experts, d width, c ranks,
 x experts of a rank.
