@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.config.schema import Checkpointing
+from headway.models.parallel.division import Division
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ class PackedModel(nn.Module, ABC):
     shares_prefixes = True  # `forward_packed` takes ``continues``
     # Computed again in the backward: nothing; norms, rotations and gates; or layers, of which only inputs are kept
     checkpointing: Checkpointing
+    division = Division()
     most_calls: Callable[[int], int] = staticmethod(int)  # calls of the layers in a pass -> most of any rank's
 
     def compute(self, function: Callable[[], T]) -> T:
@@ -66,10 +68,15 @@ class PackedModel(nn.Module, ABC):
     @abstractmethod
     def dtype(self) -> torch.dtype: ...
 
+    def divide(self, division: Division) -> None:
+        """Compute together with the ranks of ``division``, before parameters are sharded or taken by an optimiser: this
+        rank's experts are new parameters. Raises ConfigurationError if the ranks can't divide heads or experts."""
+        self.division = division
+
     @abstractmethod
     def forward_packed(self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None) -> Tensor:
         """Hidden states [N, d] of token ids [N], as input of `head`. Every document begins at position 0 and attends to
-        itself alone."""
+        itself alone. Ranks that divide the tokens are given all of them, and each returns the rows of its slice."""
 
     @abstractmethod
     def head(self, x_nd: Tensor) -> Tensor:
@@ -87,6 +94,7 @@ class WithoutAdapter(PackedModel):
         """``disabled``: the context in which ``model`` computes without it."""
         super().__init__()
         self.config, self.checkpointing, self.shares_prefixes = model.config, "none", model.shares_prefixes
+        self.division = model.division
         self._model, self._disabled = (model,), disabled  # in a tuple, so that no parameter is counted twice
 
     @property

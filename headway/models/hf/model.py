@@ -32,6 +32,8 @@ from headway.models.hf.pixels import Pixels
 from headway.models.kernels import UnpadDocuments
 from headway.models.loading import copy_tokenizer, parse_dtype, require_finite_tensors
 from headway.models.packed_model import PackedModel
+from headway.models.parallel.division import Division
+from headway.models.parallel.divisors import require_heads
 from headway.models.weight_files import weight_files
 from headway.records.errors import ConfigurationError
 
@@ -115,6 +117,32 @@ class HfModel(PackedModel):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         self._checkpointing = chosen
 
+    def divide(self, division: Division) -> None:
+        context, text = division.context, self.module.config.get_text_config()
+        if division.experts is not None:
+            raise ConfigurationError(
+                f"trainer.expert_parallel = {division.experts.ranks.size}: not supported for models of transformers; "
+                "valid: 1"
+            )
+        if context is not None:
+            names = [name for name, _ in self.module.named_parameters() if name.endswith("sinks")]
+            reasons = {
+                "documents aren't packed": not self.packs,
+                "rows with pictures aren't packed": self.takes_pictures,
+                f"attention sinks ({', '.join(names[:1])}) are of all heads": bool(names),
+                "rotary embeddings change with the longest row": self.rope_by_length,
+            }
+            if reason := next((reason for reason, is_met in reasons.items() if is_met), ""):
+                raise ConfigurationError(
+                    f"trainer.context_parallel = {context.ranks.size}: not supported for transformers' "
+                    f"{self.config.model_type}: {reason}; valid: 1"
+                )
+            heads = text.num_attention_heads
+            # A layer's module repeats key/value heads by the number of query heads for each, which copies would change.
+            kv_heads = getattr(text, "num_key_value_heads", None) or heads
+            require_heads(heads, kv_heads, context.ranks.size, copied=False)
+        super().divide(division)
+
     def forward_packed(
         self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None, pictures: Sequence[Pixels] = ()
     ) -> Tensor:
@@ -123,6 +151,8 @@ class HfModel(PackedModel):
         share a prefix, and for a document that would change the rotary embeddings of the others."""
         if continues is not None and any(prefix >= 0 for prefix in continues):
             raise ValueError("a model of transformers computes whole documents: none may continue another")
+        if (context := self.division.context) is not None:
+            ids_n, lengths = context.padded(ids_n, lengths)
         plan = AttentionPlan.build(lengths, self.device)
         if plan.tokens != ids_n.shape[0]:
             raise ValueError(f"lengths add up to {plan.tokens} tokens, but {ids_n.shape[0]} ids were given")
@@ -142,10 +172,13 @@ class HfModel(PackedModel):
         return hidden_nd
 
     def _packed(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
+        context = self.division.context
+        rows = slice(None) if context is None else context.rows(plan.tokens)
+        ids_n, positions_n = ids_n[rows], plan.positions_n[rows]
         # A mask of ones keeps transformers from searching for borders of documents, which the plan has.
         ones_mask = torch.ones_like(ids_n)[None]
-        with packing(plan):
-            return self._hidden(ids_n[None], position_ids=plan.positions_n[None], attention_mask=ones_mask)[0]
+        with packing(plan, context):
+            return self._hidden(ids_n[None], position_ids=positions_n[None], attention_mask=ones_mask)[0]
 
     def _by_rows(self, rows: list[tuple[Tensor, list[Pixels]]], plan: AttentionPlan) -> Tensor:
         if not self._padding_logged:
