@@ -324,7 +324,7 @@ class SftConfig(Section):
     data: SftData = None  # a JSONL file, or a table: rows with "prompt" and "solution", or with "messages"
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # messages that carry loss: docs/inputs.md
     output: str = ""  # folder of the trained model: new, empty, or of an earlier `headway sft`
-    device: str = "cpu:0-1"  # cuda:N, cpu:N, cpu:N-M
+    devices: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu:0-1",)  # a rank for each: cuda:N, cpu:N, cpu:N-M
     epochs: Annotated[float, Field(gt=0)] | None = 3  # passes over the data; fewer if the held-out loss rises
     steps: Positive | None = None  # optimiser steps at which SFT ends, instead of sft.epochs; then no data is held out
     batch_sequences: Positive = 32  # sequences of one step

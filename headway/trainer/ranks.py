@@ -7,18 +7,20 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from headway.records.errors import HeadwayError
+from headway.records.errors import HeadwayError, RanksDiffer
 from headway.runtime.addresses import split_address
 from headway.runtime.stalls.collectives import COLLECTIVES
+
+T = TypeVar("T")
 
 _SIOCGIFADDR = 0x8915  # ioctl: an interface's IPv4 address
 
@@ -126,6 +128,34 @@ class Ranks:
 
     def _group(self, dimension: Dimension) -> torch.distributed.ProcessGroup | None:
         return None if self.mesh is None or dimension == "all" else self.mesh.get_group(dimension)
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return every rank's ``value``, any small object, rank 0's first."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        with COLLECTIVES.inside("all_gather"):
+            torch.distributed.all_gather_object(values, value)
+        return cast("list[T]", values)
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's ``value``, any object, on rank 0, its own first; [] on all others."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size if self.rank == 0 else []
+        with COLLECTIVES.inside("gather"):
+            torch.distributed.gather_object(value, values or None)
+        return cast("list[T]", values)
+
+    def require_equal(self, call: str, facts: Mapping[str, Any]) -> None:
+        """Compare a call and its ``facts`` over the ranks, before its first collective: ranks in different ones would
+        mix up their tensors, silently if these have equal sizes. Raises RanksDiffer on every rank."""
+        facts_by_rank = self.all_gather({"call": call, **facts})
+        for name in dict.fromkeys(name for rank_facts in facts_by_rank for name in rank_facts):
+            values = [rank_facts.get(name) for rank_facts in facts_by_rank]
+            if values.count(values[0]) < len(values):
+                values_text = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+                raise RanksDiffer(f"the trainer's ranks differ in {call}: {name} = {values_text}")
 
     def close(self) -> None:
         if torch.distributed.is_initialized():

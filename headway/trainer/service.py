@@ -166,7 +166,7 @@ class ModelService:
 class TrainerService(ModelService):
     """The worker class of an RL trainer's rank: the model, its optimiser and the version.
 
-    `train_step` gets the complete batch on every rank and computes a share of it.
+    Every rank gets its own sequences of a batch (`FlatBatch.take`) in the same calls.
     ``context``: the worker's (device, log). ``experiment``: the validated experiment as a JSON mapping.
     """
 
@@ -195,37 +195,37 @@ class TrainerService(ModelService):
             self.learner.load_reference(validated.model.reference or validated.model.path)
         torch.manual_seed(validated.run.seed)
         self.policy = PolicyGradient(self.learner, validated)
-        # After the sum every rank has all values; rank 0 can write to the run's folder, since it writes checkpoints.
-        self._recorder = TokenRecorder(validated.run.directory, validated.ledger) if rank == 0 else None
+        self._recorder = TokenRecorder(validated.run.directory, validated.ledger, ranks)
 
     @reporting_shortage()
     def train_step(self, batch: FlatBatch) -> StepReport:
         """Train on one batch. Raises StepRefused if its step isn't the present version."""
+        self._require_equal("train_step", batch)
         if batch.step != self.version:
             raise StepRefused(f"batch of step {batch.step} given to a trainer at version {self.version}")
         started = time.perf_counter()
         arrays, settings = batch.arrays(), self._settings()
         progress = self.policy.run(arrays, settings, batch.step)
-        if self._recorder is not None:
-            self._recorder.record(batch, arrays, progress)
-        return self._report(progress, settings, started, samples=batch.samples, loss_tokens=arrays.loss_tokens)
+        self._recorder.record(batch, arrays, progress)
+        gathered = progress.gather(self.ranks)
+        return self._report(gathered, settings, started, samples=batch.samples, loss_tokens=batch.loss_tokens)
 
     def forward_backward(self, part: FlatBatch, loss: str | None = None, divisor: float | None = None) -> PartReport:
         """Accumulate the gradients of a part of the next step (see `PolicyGradient.forward_backward`). Raises
         StepRefused if its step isn't the present version."""
+        self._require_equal("forward_backward", part, loss=loss, divisor=divisor)
         if part.step != self.version:
             raise StepRefused(f"a part of step {part.step} given to a trainer at version {self.version}")
         arrays = part.arrays()
-        accumulated = self.policy.forward_backward(arrays, part.step, loss, divisor)
-        if self._recorder is not None:
-            self._recorder.record(part, arrays, accumulated.progress)
+        accumulated, progress = self.policy.forward_backward(part, arrays, loss, divisor)
+        self._recorder.record(part, arrays, progress)
         return PartReport(
             samples=accumulated.samples,
             tokens=accumulated.progress.tokens,
             loss=accumulated.progress.loss,
             loss_tokens=accumulated.loss_tokens,
             compute_s=accumulated.compute_s,
-            logprobs=TokenLogprobs(accumulated.progress.logprobs_n.astype(np.float32)),
+            logprobs=TokenLogprobs(progress.logprobs_n.astype(np.float32)),  # of this rank's samples
             metrics=self.policy.metrics(accumulated.progress),
         )
 
@@ -234,6 +234,7 @@ class TrainerService(ModelService):
         """Apply the gradients of all parts since the last step, which makes a version (see
         `PolicyGradient.optim_step`). ``settings``: by default the run's."""
         settings, parts = settings or self._settings(), tuple(self.policy.parts)
+        self.ranks.require_equal("optim_step", {"step": self.version, "parts": len(parts), "settings": settings})
         started = time.perf_counter() - sum(part.compute_s for part in parts)
         progress = self.policy.optim_step(settings)
         samples, loss_tokens = sum(part.samples for part in parts), sum(part.loss_tokens for part in parts)
@@ -274,12 +275,11 @@ class TrainerService(ModelService):
             flops=progress.flops,
             metrics=metrics | others,
             halved=self.policy.limit.halved,
-            unrecorded="" if self._recorder is None else self._recorder.take_error(),
+            unrecorded=self._recorder.take_error(),
         )
 
     def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
+        self._recorder.close()
         super().close()
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
@@ -332,6 +332,11 @@ class TrainerService(ModelService):
         self.policy.kl_coefficient = state.metrics.get("kl_coefficient", self.experiment.algorithm.kl_coefficient)
         self.version = state.version
         return self.version
+
+    def _require_equal(self, call: str, batch: FlatBatch, **facts: Any) -> None:
+        facts |= {"version": self.version, "step": batch.step, "groups": len(batch.batch_groups)}
+        facts |= {"samples": batch.samples, "tokens": batch.tokens, "loss tokens": batch.loss_tokens}
+        self.ranks.require_equal(call, facts)
 
     @property
     def _constrains(self) -> bool:
