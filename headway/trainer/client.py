@@ -67,7 +67,7 @@ class TrainerClient(RankWorkers):
 
     def set_devices(self, devices: tuple[str, ...]) -> None:
         """Set the devices, one per rank, for the next start."""
-        self.more_arguments = {}  # the first devices had the memory for exported weights
+        self.more_arguments = {"exports_weights": False}  # the first devices had the memory
         trainer_config = self._experiment.trainer.model_copy(update={"devices": devices})
         self._experiment = self._experiment.model_copy(update={"trainer": trainer_config})
         self.devices = devices

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from tiny_trainer import Context, make_batch
 
-from headway.algorithms.samples import MicroBatchArrays, SampleArrays, lay_out, slice_micro_batch
+from headway.algorithms.samples import FlatBatch, MicroBatchArrays, SampleArrays, lay_out, slice_micro_batch
+from headway.algorithms.step_plan import divide
+from headway.records.training import TrainBatch
 from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.trainer.learner import Learner
 from headway.trainer.service import TrainerService
@@ -91,6 +93,14 @@ def service(mesh: tuple[int, int, str], experiment: dict[str, Any], run_id: str 
     return TrainerService(Context(), experiment=experiment, run_id=f"{run_id}-{size}", **options)
 
 
+def share(trainer: TrainerService, batch: TrainBatch) -> FlatBatch:
+    """What the client sends to this rank."""
+    laid_out, ranks = lay_out(batch), trainer.ranks
+    if ranks.size == 1:
+        return laid_out
+    return laid_out.take(divide(laid_out, trainer.experiment.trainer, ranks.size)[ranks.rank])
+
+
 def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
     """Tensors of the trained parameters with all of their rows."""
     weights = learner.weights()
@@ -112,10 +122,10 @@ def train(mesh: tuple[int, int, str], experiment: dict[str, Any], steps: int = 3
     learner = trainer.learner
     batches = [make_batch(number, groups=8, step=number) for number in range(steps)]
     first_probe = trainer.score()
-    trainer.policy.accumulate_gradients(lay_out(batches[0]).arrays())
+    trainer.policy.accumulate_gradients(share(trainer, batches[0]).arrays())
     gradients = summed_gradients(learner)
     trainer.policy.clear()
-    reports = [trainer.train_step(lay_out(batch)) for batch in batches]
+    reports = [trainer.train_step(share(trainer, batch)) for batch in batches]
     weights = complete(learner, learner.parameters)
     probe = trainer.score()
     trainer.close()
@@ -162,14 +172,14 @@ def _empty(arrays: SampleArrays) -> MicroBatchArrays:
 def saved_and_resumed(mesh: tuple[int, int, str], experiment: dict[str, Any], path: str) -> dict[str, Any]:
     """Train a step, save a checkpoint, offload, and train another."""
     trainer = service(mesh, experiment)
-    trainer.train_step(lay_out(make_batch(0)))
+    trainer.train_step(share(trainer, make_batch(0)))
     trainer.save_checkpoint(path, {})
     stored = state_of(trainer)
     moved = trainer.offload()
     trainer.onload()
     storages = [tensor.untyped_storage() for tensor in trainer.learner.resident()]
     resident = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    trainer.train_step(lay_out(make_batch(1, step=1)))
+    trainer.train_step(share(trainer, make_batch(1, step=1)))
     outcome = {"stored": stored, "after": state_of(trainer), "moved": moved.moved_bytes, "resident": resident}
     trainer.close()
     return outcome
