@@ -134,9 +134,10 @@ def main() -> int:
     if options.before is None or not (options.before / ".venv/bin/python").exists():
         print(f"{options.before} has no .venv/bin/python: run make install there", file=sys.stderr)
         return 2
-    found = {load: compare(load, options.before.resolve(), options.pairs, options.core) for load in options.only}
-    worse = [load for load, one in found.items() if one["median"] < 0.97 or one["high"] < 1]
-    print(json.dumps({**found, "worse": worse}))
+    before = options.before.resolve()
+    ratio_by_load = {load: compare(load, before, options.pairs, options.core) for load in options.only}
+    worse = [load for load, ratio in ratio_by_load.items() if ratio["median"] < 0.97 or ratio["high"] < 1]
+    print(json.dumps({**ratio_by_load, "worse": worse}))
     return 0
 
 

@@ -33,7 +33,7 @@ from headway.generator.engines.torch.engine import TorchEngine
 from headway.models import kernels
 from headway.models.attention import packed_attention
 from headway.models.attention_plan import NOTHING, AttentionPlan
-from headway.models.configuration import Scores
+from headway.models.configuration import DecoderConfig, Scores
 from headway.models.decoder import Decoder
 from headway.models.loading import DTYPES, build, weights_of
 from headway.records.generation import GenerationRequest, TokenDelta
@@ -86,6 +86,47 @@ def _attended(qkv: Tensor, heads: int, kv_heads: int, plan: AttentionPlan) -> Te
     return torch.einsum("hnm,mhe->nhe", weights, v).flatten(1)
 
 
+def _logit_cases(settings: Settings, c: DecoderConfig, n: int, normal: Callable[..., Tensor]) -> dict[str, Kernel]:
+    """The kernels of logits, for a pack of ``n`` tokens; ``normal``: draws a tensor of these sizes."""
+    generator = torch.Generator(settings.device).manual_seed(2)
+    targets = torch.randint(c.vocabulary_size, (n // 8,), generator=generator, device=settings.device)
+    uniform = torch.from_numpy(counter_uniform(np.arange(64, dtype=np.uint64), np.zeros(64, np.int64)))
+    how = RowSampling(uniform.to(settings.device), None)
+
+    def of_logits(logits: Tensor) -> Tensor:  # whose memory the gradient takes
+        return kernels.target_logprobs(1.0 * logits, targets, 0.7)[0]
+
+    def chosen(hidden: Tensor, weight: Tensor) -> Tensor:
+        model: Any = SimpleNamespace(head=lambda x: x @ weight.t(), config=SimpleNamespace(vocabulary_size=len(weight)))
+        return token_logprobs(model, hidden, targets, 1.0, chunk_logits=len(weight) * (n // 32))[0]
+
+    def sampled(logits: Tensor) -> Tensor:
+        """The token's cumulative mass up to half of its own, less the random number, where it may differ at all."""
+        cdf, ids = torch.softmax(logits.double(), -1).cumsum(-1), sample_tokens(logits, how).tokens[0].long()[:, None]
+        high = cdf.gather(-1, ids)[:, 0]
+        low = torch.where(ids[:, 0] > 0, cdf.gather(-1, (ids - 1).clamp(min=0))[:, 0], 0.0)
+        return 1 + (how.uniform_n - high).clamp(min=0) + (low - how.uniform_n).clamp(min=0)
+
+    return {
+        "token_logprobs": Kernel(
+            chosen,
+            lambda x, w: torch.log_softmax(x @ w.t(), -1).gather(-1, targets[:, None])[:, 0],
+            (normal(n // 8, c.width), normal(c.vocabulary_size, c.width) * c.width**-0.5),
+        ),
+        "target_logprobs": Kernel(
+            of_logits,
+            lambda z: torch.log_softmax(z / 0.7, -1).gather(-1, targets[:, None])[:, 0],
+            (3 * normal(n // 8, c.vocabulary_size),),
+        ),
+        "sample": Kernel(
+            sampled,
+            lambda logits: torch.ones_like(logits[:, 0]),
+            (normal(64, c.vocabulary_size) * 3,),
+            has_gradient=False,
+        ),
+    }
+
+
 def kernel_cases(settings: Settings, size: str) -> dict[str, Kernel]:
     """The decoder's kernels at the shapes of a model of ``size``; inputs in float32."""
     c = configuration(size)
@@ -102,26 +143,9 @@ def kernel_cases(settings: Settings, size: str) -> dict[str, Kernel]:
     joint = (c.heads + 2 * c.kv_heads) * c.head_dim
     scale = Scores(scale=c.head_dim**-0.5)
     matrix = normal(c.intermediate, c.width) * c.width**-0.5
-    targets = torch.randint(c.vocabulary_size, (n // 8,), generator=generator, device=settings.device)
-    uniform = torch.from_numpy(counter_uniform(np.arange(64, dtype=np.uint64), np.zeros(64, np.int64)))
-    how = RowSampling(uniform.to(settings.device), None)
 
     def norm_and_stream(x: Tensor, w: Tensor) -> Tensor:
         return torch.cat(kernels.normed_stream(x, w, EPSILON))
-
-    def of_logits(logits: Tensor) -> Tensor:  # whose memory the gradient takes
-        return kernels.target_logprobs(1.0 * logits, targets, 0.7)[0]
-
-    def chosen(hidden: Tensor, weight: Tensor) -> Tensor:
-        model: Any = SimpleNamespace(head=lambda x: x @ weight.t(), config=SimpleNamespace(vocabulary_size=len(weight)))
-        return token_logprobs(model, hidden, targets, 1.0, chunk_logits=len(weight) * (n // 32))[0]
-
-    def sampled(logits: Tensor) -> Tensor:
-        """The token's cumulative mass up to half of its own, less the random number, where it may differ at all."""
-        cdf, ids = torch.softmax(logits.double(), -1).cumsum(-1), sample_tokens(logits, how).tokens[0].long()[:, None]
-        high = cdf.gather(-1, ids)[:, 0]
-        low = torch.where(ids[:, 0] > 0, cdf.gather(-1, (ids - 1).clamp(min=0))[:, 0], 0.0)
-        return 1 + (how.uniform_n - high).clamp(min=0) + (low - how.uniform_n).clamp(min=0)
 
     heads = c.heads, c.kv_heads
     return {
@@ -160,22 +184,7 @@ def kernel_cases(settings: Settings, size: str) -> dict[str, Kernel]:
             lambda x: functional.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1],
             (normal(n, 2 * c.intermediate),),
         ),
-        "token_logprobs": Kernel(
-            chosen,
-            lambda x, w: torch.log_softmax(x @ w.t(), -1).gather(-1, targets[:, None])[:, 0],
-            (normal(n // 8, c.width), normal(c.vocabulary_size, c.width) * c.width**-0.5),
-        ),
-        "target_logprobs": Kernel(
-            of_logits,
-            lambda z: torch.log_softmax(z / 0.7, -1).gather(-1, targets[:, None])[:, 0],
-            (3 * normal(n // 8, c.vocabulary_size),),
-        ),
-        "sample": Kernel(
-            sampled,
-            lambda logits: torch.ones_like(logits[:, 0]),
-            (normal(64, c.vocabulary_size) * 3,),
-            has_gradient=False,
-        ),
+        **_logit_cases(settings, c, n, normal),
     }
 
 

@@ -72,16 +72,16 @@ def _rms_norm_backward_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     stride = tl.full([], d, tl.int64)
     for row in range(program, rows, tl.num_programs(0)):
-        at = row * stride + column
+        element = row * stride + column
         scale = tl.load(inverse + row)
-        upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        unit = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale
+        upstream = tl.load(grad + element, mask=inside, other=0.0).to(tl.float32)
+        unit = tl.load(x + element, mask=inside, other=0.0).to(tl.float32) * scale
         total += upstream * unit
         scaled = upstream * weights
         out = (scaled - unit * (tl.sum(scaled * unit, 0) / d)) * scale
         if HAS_STREAM:
-            out += tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + at, out, mask=inside)
+            out += tl.load(stream + element, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_x + element, out, mask=inside)
     tl.store(partial + program * d + column, total, mask=inside)
 
 
@@ -117,8 +117,8 @@ def _norm_rotate_kernel(
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
     column = tl.arange(0, 2 * HALF)[None, :]
     inside = (head < HEADS + 2 * KV_HEADS) & (column < DIM)
-    at = row * width + head * DIM + column
-    loaded = tl.load(qkv + at, mask=inside, other=0.0)
+    element = row * width + head * DIM + column
+    loaded = tl.load(qkv + element, mask=inside, other=0.0)
     values = loaded.to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(values * values, 1) / DIM + epsilon)[:, None]
@@ -130,7 +130,7 @@ def _norm_rotate_kernel(
     even, odd = tl.split(tl.reshape(values, (BLOCK, HALF, 2)))
     turned = tl.join(even * turn_cos - odd * turn_sin, even * turn_sin + odd * turn_cos)
     turned = tl.reshape(turned, (BLOCK, 2 * HALF)).to(out.dtype.element_ty)
-    tl.store(out + at, tl.where(head < HEADS + KV_HEADS, turned, loaded), mask=inside)  # values pass through
+    tl.store(out + element, tl.where(head < HEADS + KV_HEADS, turned, loaded), mask=inside)  # values pass through
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def _norm_rotate_backward_kernel(
     first = tl.full([], 0, tl.int64)
     for row_index in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = first + row_index
-        at = row * width + head * DIM + column
+        element = row * width + head * DIM + column
         loaded = tl.load(grad + row * grad_stride + head * DIM + column, mask=inside, other=0.0)
         turn_cos = tl.load(cos + row * row_stride + pair, mask=pair < DIM // 2, other=0.0)
         turn_sin = tl.load(sin + row * row_stride + pair, mask=pair < DIM // 2, other=0.0)
@@ -165,14 +165,14 @@ def _norm_rotate_backward_kernel(
         if NORMED:
             rotated = head < HEADS + KV_HEADS
             scale = tl.load(inverse + row * (HEADS + KV_HEADS) + head, mask=rotated, other=0.0)
-            unit = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32) * scale
+            unit = tl.load(qkv + element, mask=inside, other=0.0).to(tl.float32) * scale
             of_weight = turned * unit
             of_q += tl.sum(tl.where(head < HEADS, of_weight, 0.0), 0)
             of_k += tl.sum(tl.where((head >= HEADS) & rotated, of_weight, 0.0), 0)
             scaled = turned * _head_weights(q_norm, k_norm, head, column, HEADS, DIM)
             turned = (scaled - unit * (tl.sum(scaled * unit, 1) / DIM)[:, None]) * scale
         turned = turned.to(out.dtype.element_ty)
-        tl.store(out + at, tl.where(head < HEADS + KV_HEADS, turned, loaded), mask=inside)
+        tl.store(out + element, tl.where(head < HEADS + KV_HEADS, turned, loaded), mask=inside)
     if NORMED:
         column_1 = tl.arange(0, 2 * HALF)
         program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -244,13 +244,13 @@ def _gated_backward_kernel(grad, gate_up, out, f, GELU: tl.constexpr, BLOCK: tl.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
-    at = 2 * row * f + column
+    element = 2 * row * f + column
     upstream = tl.load(grad + row * f + column, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + at + f, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + element, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + element + f, mask=inside, other=0.0).to(tl.float32)
     activated, slope = _activation(gate, GELU)
-    tl.store(out + at, upstream * up * slope, mask=inside)
-    tl.store(out + at + f, upstream * activated, mask=inside)
+    tl.store(out + element, upstream * up * slope, mask=inside)
+    tl.store(out + element + f, upstream * activated, mask=inside)
 
 
 def gated(gate_up: Tensor, gelu: bool) -> Tensor:
@@ -332,10 +332,10 @@ def _merge_attention_kernel(
     share = tl.sigmoid(of_part - of_these)[:, None]  # the part's of the softmax
     column = tl.arange(0, BLOCK)[None, :]
     inside = (head[:, None] < heads) & (column < e)
-    at = head[:, None] * e + column
-    these = tl.load(out + row * out_stride + at, mask=inside, other=0.0).to(tl.float32)
-    others = tl.load(part + row * heads * e + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + at, these + share * (others - these), mask=inside)
+    element = head[:, None] * e + column
+    these = tl.load(out + row * out_stride + element, mask=inside, other=0.0).to(tl.float32)
+    others = tl.load(part + row * heads * e + element, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + element, these + share * (others - these), mask=inside)
     largest = tl.maximum(of_these, of_part)
     merged = largest + tl.log(tl.exp(of_these - largest) + tl.exp(of_part - largest))
     tl.store(lse + head * lse_stride + row, merged, mask=head < heads)

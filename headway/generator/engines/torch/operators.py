@@ -52,7 +52,8 @@ def store_kv(k_nkc: Tensor, v_nkc: Tensor, keys: Tensor, values: Tensor, block_n
 
 
 @_operator(
-    "(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor at, float scale, int window, float softcap) -> Tensor",
+    "(Tensor q, Tensor keys, Tensor values, Tensor table, Tensor position, float scale, int window, float softcap)"
+    " -> Tensor",
     lambda q, *_: q.new_empty(q.shape[0], q.shape[1] * q.shape[2]),
 )
 def paged_attention(
