@@ -243,6 +243,16 @@ def test_nothing_of_it_outlives_a_replica_that_is_killed(tmp_path: Path) -> None
     assert gone(group)
 
 
+def test_nothing_of_it_outlives_a_guard_that_is_killed() -> None:
+    server = started()
+    pid = child_of(server)
+    group = os.getpgid(pid)
+    server._guard.kill()
+    assert gone(pid)
+    assert gone(group)
+    server.close()
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_start_that_fails_ends_the_run_only_at_its_beginning(
     restarted: bool, monkeypatch: pytest.MonkeyPatch

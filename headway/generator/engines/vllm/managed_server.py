@@ -2,7 +2,7 @@
 
 The replica's child is a guard, this module's ``main``: it starts the server as the leader of a process group, and kills
 the group when the server ends or when its own standard input closes, which the end of the replica does, however it
-ends. The server is killed with its guard, too.
+ends. If the guard itself is killed, the server is too, and the replica kills the group.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _POLL_S = 0.2
 _END_S = 5.0  # until a killed server's processes are gone
 _PORTS = 3  # tried, where another process takes the free one first
 _PORT_TAKEN = re.compile(r"address already in use", re.IGNORECASE)
+_GROUP_LINE = b"headway: process group "  # of the guard's output
 _IN_PROCESS = ("model", "weight_transfer_config", "worker_extension_cls", "disable_log_stats")  # no options of a server
 
 
@@ -105,6 +106,7 @@ class ManagedServer(VllmServer):
             port = port_socket.getsockname()[1]
         super().__init__(f"http://127.0.0.1:{port}")
         self._lines: deque[str] = deque(maxlen=_LINES)
+        self._group_id = 0  # of the server's processes, once it is known
         self._guard = subprocess.Popen(
             [sys.executable, "-m", __name__, *command, "--host", "127.0.0.1", "--port", str(port)],
             stdin=subprocess.PIPE,
@@ -116,6 +118,7 @@ class ManagedServer(VllmServer):
         atexit.register(self.close)
         self._reader = threading.Thread(target=self._read_output, name="server's output", daemon=True)
         self._reader.start()
+        threading.Thread(target=self._end_group, name="server's guard", daemon=True).start()
         deadline_s = now() + SERVER_START_S
         while not self._answers():
             if self._guard.poll() is not None or now() > deadline_s:
@@ -138,10 +141,19 @@ class ManagedServer(VllmServer):
         """Copy the server's output to this process's log, and keep the last lines."""
         assert self._guard.stdout is not None
         for line in self._guard.stdout:
+            if line.startswith(_GROUP_LINE):
+                self._group_id = int(line.removeprefix(_GROUP_LINE))
+                continue
             line_text = line.decode(errors="replace")
             sys.stderr.write(line_text)
             sys.stderr.flush()
             self._lines.append(line_text.rstrip()[:_LINE_CHARACTERS])
+
+    def _end_group(self) -> None:
+        """Kill the server's processes when their guard was killed, which then can't."""
+        if self._guard.wait() < 0 and self._group_id:
+            with suppress(ProcessLookupError):
+                os.killpg(self._group_id, signal.SIGKILL)
 
     def last_output(self) -> str:
         """See `VllmServer.last_output`. Waits briefly for the end of a server that is ending."""
@@ -204,6 +216,8 @@ def main(command: Sequence[str]) -> int:
     server_process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=lambda: die_with_parent(guard_pid)
     )
+    sys.stdout.buffer.write(_GROUP_LINE + b"%d\n" % server_process.pid)
+    sys.stdout.flush()
     select.select([0, os.pidfd_open(server_process.pid)], [], [])
     with suppress(ProcessLookupError):
         os.killpg(server_process.pid, signal.SIGKILL)  # before it is waited for, which frees its number
