@@ -16,6 +16,7 @@ def require_consistent(experiment: Experiment) -> None:
     _require_objective(experiment)
     _require_parts(experiment)
     _require_packing(experiment)
+    _require_shards(experiment)
     _require_publishing(experiment)
     _require_update_mode(experiment)
     _require_optimizer_step_staleness(experiment)
@@ -62,6 +63,24 @@ def _require_objective(experiment: Experiment) -> None:
         raise ValueError(
             f"algorithm.kl_in = 'reward' takes kl_estimator = 'k1', the log-ratio of each token, not "
             f"{algorithm.kl_estimator!r}"
+        )
+
+
+def _require_shards(experiment: Experiment) -> None:
+    """Check that copies of the model can be divided among the ranks."""
+    settings, quantization = experiment.trainer, experiment.model.quantization
+    ranks = len(settings.devices)
+    if settings.shards != "all" and ranks % settings.shards:
+        valid = ", ".join(str(number) for number in range(1, ranks + 1) if not ranks % number)
+        raise ValueError(
+            f"trainer.shards = {settings.shards} doesn't divide the {ranks} ranks of trainer.devices; valid: {valid}, "
+            "all, auto"
+        )
+    key, valid = ("shards", "1") if settings.shards_of(ranks) > 1 else ("host_memory", "'none' or 'optimiser'")
+    if quantization is not None and (key == "shards" or settings.host_memory == "all"):
+        raise ValueError(
+            f"model.quantization = {quantization!r}: matrices of codes can't be gathered from ranks or from the host's "
+            f"memory; valid: trainer.{key} = {valid}, or no quantization"
         )
 
 

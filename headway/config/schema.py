@@ -249,10 +249,19 @@ class TrainerConfig(Section):
     packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
     micro_batch_samples: Positive | None = None  # fixed: samples of a forward pass (branches count), of any length
     shared_prefix: bool = True  # a group's common prefix is computed once in a micro-batch, with the same gradient
+    # Tune: more where a copy doesn't fit (`headway check`); its ranks gather each layer when they compute it
+    shards: Positive | Literal["all"] = 1  # ranks that divide a copy of the model; auto: the fewest that can hold it
+    # Tune: "optimiser" on GPUs where a copy nearly fits, then "all": less of the GPU's memory for slower steps
+    host_memory: Literal["none", "optimiser", "all"] = "none"  # in the machine's: AdamW's moments, or weights as well
     # Tune: "selective" where activations don't fit, then "full": a third more work for a fraction of their memory
     gradient_checkpointing: Checkpointing = "none"  # recomputed: norms and gates, or layers
     # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are expensive: docs/learning.md
     optimizer_steps_per_batch: Positive = 1  # number of updates into which a batch is split, by group
+
+    def shards_of(self, ranks: int) -> int:
+        """The number of shards of a copy on so many ranks: ``shards``, or the next larger divisor of ``ranks``."""
+        fewest = ranks if self.shards == "all" else min(self.shards, ranks)
+        return next(number for number in range(fewest, ranks + 1) if ranks % number == 0)
 
 
 class WeightsConfig(Section):
@@ -315,7 +324,7 @@ class SftConfig(Section):
     data: SftData = None  # a JSONL file, or a table: rows with "prompt" and "solution", or with "messages"
     train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # messages that carry loss: docs/inputs.md
     output: str = ""  # folder of the trained model: new, empty, or of an earlier `headway sft`
-    device: str = "cpu:0-1"  # cuda:N, cpu:N, cpu:N-M
+    devices: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu:0-1",)  # a rank for each: cuda:N, cpu:N, cpu:N-M
     epochs: Annotated[float, Field(gt=0)] | None = 3  # passes over the data; fewer if the held-out loss rises
     steps: Positive | None = None  # optimiser steps at which SFT ends, instead of sft.epochs; then no data is held out
     batch_sequences: Positive = 32  # sequences of one step

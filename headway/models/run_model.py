@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,8 @@ from headway.models.configuration import read_json
 from headway.models.decoder import Decoder
 from headway.models.hf.configuration import implementation_of
 from headway.models.loading import load_model, parse_dtype, require_finite_tensors, save_model
-from headway.models.lora import Lora, base_of, use
-from headway.models.packed_model import PackedModel
+from headway.models.lora import Lora, disabled, use
+from headway.models.packed_model import PackedModel, WithoutAdapter
 from headway.models.quantization import load_frozen
 from headway.records.errors import ConfigurationError
 from headway.runtime.imports import import_extra
@@ -130,4 +131,4 @@ def without_adapter(model: PackedModel, adapter: Lora | HfAdapter) -> PackedMode
     if not isinstance(adapter, Lora):
         return adapter.base_model()
     assert isinstance(model, Decoder)
-    return base_of(model)
+    return WithoutAdapter(model, partial(disabled, model, adapter))

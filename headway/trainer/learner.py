@@ -6,8 +6,9 @@ Legend: ``_n`` one value per packed token, ``_m`` per token that carries loss, `
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +26,7 @@ from headway.models.gpu.recomputation import computed_again
 from headway.models.hf.pixels import Pixels, PixelStore
 from headway.models.hidden_states import HiddenStates, chosen_logprobs
 from headway.models.kernels import target_logprobs
-from headway.models.loading import DTYPES, copy_weights, weights_of
+from headway.models.loading import DTYPES, checked, copy_weights, weights_of
 from headway.models.packed_model import PackedModel
 from headway.models.run_model import load_into, open_model, open_policy, save_policy, without_adapter
 from headway.models.sizes import logit_rows
@@ -40,6 +41,7 @@ from headway.trainer.kept_sets import KeptSets, MicroBatchSets
 from headway.trainer.master_weights import MasterWeights
 from headway.trainer.optimizer import AdamW
 from headway.trainer.ranks import Ranks
+from headway.trainer.sharding import ShardedModel, is_divided, own_rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,9 @@ class Learner:
         chooses the batch's recorded experts. ``pixels``: of the run's folder, if batches may have pictures."""
         self._chosen, self._folder, self._chat = chosen, chosen.path, chat
         self.dtype = DTYPES[settings.dtype]
-        self.model, self.lora = open_policy(chosen, device, seed, self.dtype)
+        is_sharded, is_adapted = ranks.mesh is not None, chosen.adapter is not None
+        opened_dtype = torch.float32 if is_sharded and not is_adapted else self.dtype  # masters are what is divided
+        self.model, self.lora = open_policy(chosen, device, seed, opened_dtype)
         self.model.checkpointing = settings.gradient_checkpointing
         self.reference: PackedModel | None = None
         self._replays, self._pixels = replays, pixels
@@ -94,15 +98,24 @@ class Learner:
         self.settings = settings
         uses_native = native_kernels_enabled() and self.dtype == torch.float32
         self._kernels = native.kernels_for(self.dtype, device) if uses_native else None
+        self._sharded: list[ShardedModel] = []  # the model in training, and its reference
+        if is_sharded:  # before anything keeps parameters, which this replaces
+            self._shard(self.model)
+        self._trains_rows = is_sharded and not is_adapted  # an adapter's matrices are complete on every rank
         self.masters = self._open_masters()
         self.parameters = list(self.masters.trained().values())
-        self.optimiser = AdamW(self.parameters)
+        self.optimiser = AdamW(self.parameters, in_host_memory=settings.host_memory != "none")
+
+    def _shard(self, model: PackedModel) -> None:
+        whole, in_host = [] if self.lora is None else list(self.lora.parameters.values()), self.settings.host_memory
+        sharded = ShardedModel(model, self.ranks, self.dtype, whole=whole, in_host_memory=in_host == "all")
+        self._sharded.append(sharded)
 
     def _open_masters(self) -> MasterWeights:
         if self.lora is not None:
             return MasterWeights(self.lora.parameters, self.dtype)
         parameters, exact = dict(self.model.named_parameters()), None
-        if self.dtype != torch.float32:
+        if self.dtype != torch.float32 and not self._sharded:
             exact = weights_of(open_model(self._chosen, torch.float32, self.device))
         masters = MasterWeights(parameters, self.dtype, exact)
         masters.sum_in_float32(self.model.config.vocabulary_size)
@@ -110,8 +123,12 @@ class Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """The published weights, of the model or its adapter, by name and without copying: as the model computes with
-        them, in its dtype."""
+        them, in its dtype. If ranks divide them, `complete` gathers each."""
         return weights_of(self.model) if self.lora is None else self.lora.weights()
+
+    def complete(self, weight: Tensor) -> Tensor:
+        """A tensor of `weights` with all of its rows, as the model computes with it; a call of all ranks."""
+        return self._sharded[0].complete(weight).to(self.dtype) if self._trains_rows else weight
 
     @property
     def shares_prefixes(self) -> bool:
@@ -133,6 +150,8 @@ class Learner:
                 "they must be equal"
             )
         self.reference = reference.requires_grad_(False)
+        if self._sharded:
+            self._shard(reference)
 
     def logprobs(
         self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: PackedModel | None = None
@@ -146,7 +165,9 @@ class Learner:
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
-        with native.using(self._kernels):
+        kept = self._kept(batch, arrays)
+
+        def compute() -> tuple[Tensor, Tensor]:
             if pictures:  # a transformers model: only these get pictures
                 packed_inputs = input_ids_n, batch.input_lengths, batch.continues
                 hidden_nd = chosen_model.forward_packed(*packed_inputs, pictures)  # pyright: ignore[reportCallIssue]
@@ -155,10 +176,15 @@ class Learner:
             else:
                 assert isinstance(chosen_model, Decoder)
                 hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
-                expert_counts = replay.counts.sum(0).tolist()
-            hidden_md, kept = hidden_nd.index_select(0, predictors_m), self._kept(batch, arrays)
-            token_scores = token_logprobs(chosen_model, hidden_md, targets_m, temperature, kept=kept)
-            return TokenScores(*token_scores, kept, cast("tuple[int, int, int]", tuple(expert_counts)))
+            return token_logprobs(
+                chosen_model, hidden_nd.index_select(0, predictors_m), targets_m, temperature, kept=kept
+            )
+
+        with native.using(self._kernels):
+            token_scores = chosen_model.compute(compute)
+        if replay is not None:
+            expert_counts = replay.counts.sum(0).tolist()
+        return TokenScores(*token_scores, kept, cast("tuple[int, int, int]", tuple(expert_counts)))
 
     @torch.no_grad()
     def score(self, probe: Probe) -> ProbeScores:
@@ -170,16 +196,19 @@ class Learner:
             lengths = [len(part) for part in (prefix, ids, suffix) if part]
             pictures = [{} if part is prefix else pixels[0] for part in (prefix, ids, suffix) if part and pixels]
             packed_n, recorder = torch.tensor([*prefix, *ids, *suffix], device=self.device), HiddenStates()
+            inputs = packed_n, lengths, *([None, pictures] if pictures else [])
+            scored_slice = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
             with native.using(self._kernels), recorder.recording(self.model.layers):
-                hidden_nd = forward(packed_n, lengths, *([None, pictures] if pictures else []))
-                scored_slice = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
-                logits_nv = self.model.head(hidden_nd[scored_slice])
+                logits_nv = self.model.compute(partial(self._logits, forward, inputs, scored_slice))
             if len(lengths) == 1 or (self.model.packs and not pixels):
                 scores_by_path[path] = recorder.scores(logits_nv, ids, len(prefix))
             else:  # the documents were rows of a batch in another order
                 scores_by_path[path] = PathScores(logprobs=chosen_logprobs(logits_nv, ids))
         has_experts = self.model.config.has_experts
         return ProbeScores(probe=probe, precision=self.settings.dtype, mixture=has_experts, paths=scores_by_path)
+
+    def _logits(self, forward: Callable[..., Tensor], inputs: tuple[Any, ...], scored_slice: slice) -> Tensor:
+        return self.model.head(forward(*inputs)[scored_slice])
 
     @property
     def routing(self) -> ExpertRouting | None:
@@ -258,12 +287,15 @@ class Learner:
         A loss or gradient norm that isn't finite on any rank skips the step on all ranks.
         """
         gradients = self.gradients()
-        self.ranks.sum_all_(gradients)
+        self.ranks.sum_all_(gradients, "copies" if self._trains_rows else "all")  # FSDP2 has summed over the shards
         if divisor != 1.0:
             for gradient in gradients:
                 gradient /= divisor
         total_loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         norm_tensor = torch.nn.utils.get_total_norm(gradients)
+        if self._trains_rows:
+            squares = self.ranks.sum_(norm_tensor.to(self.device, torch.float64).square(), "shards")
+            norm_tensor = squares.sqrt().to(norm_tensor)
         grad_norm = float(norm_tensor)
         is_finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
         if is_finite:
@@ -279,6 +311,8 @@ class Learner:
         """Discard all gradients. The next backward then stores its gradients instead of adding them to zeros, which
         saves two passes over memory."""
         self.masters.clear_gradients()
+        for sharded in self._sharded:
+            sharded.reset()
 
     def gradients(self) -> list[Tensor]:
         """The gradients of all parameters, with zeros for parameters that no micro-batch of this rank used."""
@@ -290,35 +324,59 @@ class Learner:
     def load_weights(self, path: str | Path) -> None:
         """Overwrite the weights with those of a folder that `save_weights` wrote, any model folder, or any adapter of
         the same base; the optimiser keeps its state. Raises ConfigurationError before any change."""
-        with self.masters.exposed():
-            if self.lora is None:
+        with self.masters.exposed(), torch.no_grad():
+            if self._trains_rows:
+                stored = weights_of(open_model(self._chosen, torch.float32, "cpu", path))
+                for name in checked(self.weights(), stored):
+                    self.masters.tensors[name].copy_(self.ranks.own_rows(stored[name]))
+            elif self.lora is None:
                 copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
             else:
                 load_into(self.lora, self.model, path, self._folder)
 
-    def save_weights(self, path: str | Path) -> None:
-        """Write a model folder with its tokenizer, or the adapter alone, in float32. Not atomic."""
+    def gather_model(self) -> PackedModel | None:
+        """The model with all rows of its float32 weights, in rank 0's host memory, for `save_weights`; a call of all
+        ranks. None: on other ranks, and if every rank has a whole copy."""
+        if not self._trains_rows:
+            return None
+        model = open_model(self._chosen, torch.float32, "cpu") if self.ranks.rank == 0 else None
+        parameters = {} if model is None else weights_of(model)
+        for name, weight in self.weights().items():
+            complete = self._sharded[0].complete(weight)
+            if name in parameters:
+                parameters[name].copy_(complete)
+        return model
+
+    def save_weights(self, path: str | Path, gathered: PackedModel | None = None) -> None:
+        """Write a model folder with its tokenizer, or the adapter alone, in float32. Not atomic. ``gathered``: the
+        model of `gather_model`."""
         with self.masters.exposed():
-            save_policy(self.model, self.lora, path, self._folder)
+            save_policy(self.model if gathered is None else gathered, self.lora, path, self._folder)
 
     def optimiser_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state by parameter name; empty before the first step."""
+        """AdamW's state by parameter name, on rank 0 alone; empty before the first step. A call of all ranks."""
         tensors: dict[str, Tensor] = {}
+        weights = self.weights()
         for name, parameter in self.masters.trained().items():
             for state_name, state_tensor in self.optimiser.state.get(parameter, {}).items():
-                tensors[f"{state_name}/{name}"] = state_tensor.detach().cpu().contiguous()
+                if self._trains_rows and state_tensor.ndim:
+                    state_tensor = self.ranks.all_rows(state_tensor, len(weights[name]))
+                if self.ranks.rank == 0:
+                    tensors[f"{state_name}/{name}"] = state_tensor.detach().cpu().contiguous()
         return tensors
 
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between two calls: weights and their masters, the reference model's
-        weights, gradients, and AdamW's moments."""
+        weights, gradients, and AdamW's moments; of those that ranks divide this rank's rows."""
         models = [self.model] if self.reference is None else [self.model, self.reference]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         tensors += [] if self.lora is None else list(self.lora.parameters.values())
         tensors += self.masters.tensors.values()
         tensors += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         tensors += [state_tensor for state in self.optimiser.state.values() for state_tensor in state.values()]
-        return list({id(tensor): tensor for tensor in tensors}.values())  # PEFT's matrices are parameters of both
+        tensors = [own_rows_of(tensor) if is_divided(tensor) else tensor for tensor in tensors]
+        by_id = {id(tensor): tensor for tensor in tensors}  # PEFT's matrices are parameters of both
+        return [tensor for tensor in by_id.values() if tensor.device.type == self.device.type]
 
     def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Load the tensors of `optimiser_tensors`. Raises KeyError for a parameter that this model doesn't have."""
@@ -327,9 +385,9 @@ class Learner:
         for full_name, tensor in tensors.items():
             state_name, _, name = full_name.partition("/")
             parameter = parameter_by_name[name]
-            # AdamW's fused kernel needs its step counter on the parameter's device.
-            state = self.optimiser.state.setdefault(parameter, {})
-            state[state_name] = tensor.to(self.device, torch.float32, copy=True)
+            state, device = self.optimiser.state.setdefault(parameter, {}), self.optimiser.device_of(parameter)
+            rows = self.ranks.own_rows(tensor) if self._trains_rows and tensor.ndim else tensor
+            state[state_name] = rows.to(device, torch.float32, copy=True)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -80,17 +80,18 @@ class ModelService:
         self._offloaded = OffloadedTensors(run_folder if Path(run_folder).is_dir() else None)
         self._publisher: Publisher | None = None
         self._finisher = ThreadPoolExecutor(1, "publish")
-        self._begun: tuple[int, Future[PublishedWeights]] | None = None  # the version of `begin_publish`
+        self._begun: tuple[int, Future[PublishedWeights | None]] | None = None  # the version of `begin_publish`
 
     def begin_publish(self, version: int) -> None:
         """Take a snapshot of the trained weights; the rest of publishing runs beside this process's next calls."""
         self._begun = version, self._finisher.submit(self._finish, self._begin(version))
 
-    def publish(self, version: int) -> PublishedWeights:
-        """Publish the trained weights under ``version``, in the generator's dtype."""
+    def publish(self, version: int) -> PublishedWeights | None:
+        """Publish the trained weights under ``version``, in the generator's dtype. None: rank 0 does it, with this
+        rank's part."""
         return self._finish(self._begin(version))
 
-    def complete_publish(self, version: int) -> PublishedWeights | Future[PublishedWeights]:
+    def complete_publish(self, version: int) -> PublishedWeights | Future[PublishedWeights | None] | None:
         """Publish the weights of `begin_publish`, or the present ones if that wasn't called with ``version``."""
         if self._begun is None or self._begun[0] != version:
             return self.publish(version)
@@ -98,13 +99,19 @@ class ModelService:
         return publish_future
 
     @reporting_shortage()
-    def _begin(self, version: int) -> Publication:
+    def _begin(self, version: int) -> Publication | None:
+        if self.ranks.rank > 0:
+            for weight in self.learner.weights().values():
+                self.learner.complete(weight)
+            return None
         if self._begun is not None:  # two at a time would share their memory
             wait([self._begun[1]])
         publisher = self._publisher = self._publisher or self._open_publisher()
-        return publisher.begin(version, self.learner.weights())
+        return publisher.begin(version, self.learner.weights(), self.learner.complete)
 
-    def _finish(self, publication: Publication) -> PublishedWeights:
+    def _finish(self, publication: Publication | None) -> PublishedWeights | None:
+        if publication is None:
+            return None
         published = publication.finish()
         return msgspec.structs.replace(published, adapter="" if self.learner.lora is None else POLICY_ADAPTER)
 
@@ -137,8 +144,8 @@ class ModelService:
         self.learner.load_weights(path)
 
     def measure_peak(self) -> float:
-        """Measure the FLOP/s of large matrix products at the training dtype, times the number of ranks."""
-        return measure_peak_flops(self.learner.device, self.learner.dtype) * self.ranks.size
+        """Measure the FLOP/s of large matrix products at the training dtype."""
+        return measure_peak_flops(self.learner.device, self.learner.dtype)
 
     def close(self) -> None:
         """Unlink the published weights and leave the process group."""
@@ -150,14 +157,16 @@ class ModelService:
         self.ranks.close()
 
     def _save_model(self, path: str, state: CheckpointState) -> None:
-        """Write a model or adapter folder, and ``state``, atomically. Raises StorageFailed."""
-        _write(path, self.learner.save_weights, state)
+        """Write a model or adapter folder, and ``state``, atomically, by rank 0. Raises StorageFailed."""
+        gathered = self.learner.gather_model()  # before anything may fail on rank 0 alone
+        if self.ranks.rank == 0:
+            _write(path, lambda folder: self.learner.save_weights(folder, gathered), state)
 
 
 class TrainerService(ModelService):
     """The worker class of an RL trainer's rank: the model, its optimiser and the version.
 
-    Every rank has all weights; `train_step` gets the complete batch on every rank and computes a share of it.
+    Every rank gets its own sequences of a batch (`FlatBatch.take`) in the same calls.
     ``context``: the worker's (device, log). ``experiment``: the validated experiment as a JSON mapping.
     """
 
@@ -174,7 +183,8 @@ class TrainerService(ModelService):
     ) -> None:
         validated = validate_experiment(experiment, "experiment")
         settings = validated.trainer
-        ranks = Ranks(rank, world_size, rendezvous, use_device(context.device))
+        device, meshed = use_device(context.device), settings.host_memory == "all"
+        ranks = Ranks(rank, world_size, rendezvous, device, settings.shards_of(world_size), meshed=meshed)
         replays, pixels = replayed_routing(validated) is not None, PixelStore(Path(validated.run.directory) / FOLDER)
         super().__init__(context, validated, run_id, settings, ranks, replays=replays, pixels=pixels)
         self.exports_weights = exports_weights
@@ -185,37 +195,37 @@ class TrainerService(ModelService):
             self.learner.load_reference(validated.model.reference or validated.model.path)
         torch.manual_seed(validated.run.seed)
         self.policy = PolicyGradient(self.learner, validated)
-        # After the sum every rank has all values; rank 0 can write to the run's folder, since it writes checkpoints.
-        self._recorder = TokenRecorder(validated.run.directory, validated.ledger) if rank == 0 else None
+        self._recorder = TokenRecorder(validated.run.directory, validated.ledger, ranks)
 
     @reporting_shortage()
     def train_step(self, batch: FlatBatch) -> StepReport:
         """Train on one batch. Raises StepRefused if its step isn't the present version."""
+        self._require_equal("train_step", batch)
         if batch.step != self.version:
             raise StepRefused(f"batch of step {batch.step} given to a trainer at version {self.version}")
         started = time.perf_counter()
         arrays, settings = batch.arrays(), self._settings()
         progress = self.policy.run(arrays, settings, batch.step)
-        if self._recorder is not None:
-            self._recorder.record(batch, arrays, progress)
-        return self._report(progress, settings, started, samples=batch.samples, loss_tokens=arrays.loss_tokens)
+        self._recorder.record(batch, arrays, progress)
+        gathered = progress.gather(self.ranks)
+        return self._report(gathered, settings, started, samples=batch.samples, loss_tokens=batch.loss_tokens)
 
     def forward_backward(self, part: FlatBatch, loss: str | None = None, divisor: float | None = None) -> PartReport:
         """Accumulate the gradients of a part of the next step (see `PolicyGradient.forward_backward`). Raises
         StepRefused if its step isn't the present version."""
+        self._require_equal("forward_backward", part, loss=loss, divisor=divisor)
         if part.step != self.version:
             raise StepRefused(f"a part of step {part.step} given to a trainer at version {self.version}")
         arrays = part.arrays()
-        accumulated = self.policy.forward_backward(arrays, part.step, loss, divisor)
-        if self._recorder is not None:
-            self._recorder.record(part, arrays, accumulated.progress)
+        accumulated, progress = self.policy.forward_backward(part, arrays, loss, divisor)
+        self._recorder.record(part, arrays, progress)
         return PartReport(
             samples=accumulated.samples,
             tokens=accumulated.progress.tokens,
             loss=accumulated.progress.loss,
             loss_tokens=accumulated.loss_tokens,
             compute_s=accumulated.compute_s,
-            logprobs=TokenLogprobs(accumulated.progress.logprobs_n.astype(np.float32)),
+            logprobs=TokenLogprobs(progress.logprobs_n.astype(np.float32)),  # of this rank's samples
             metrics=self.policy.metrics(accumulated.progress),
         )
 
@@ -224,6 +234,7 @@ class TrainerService(ModelService):
         """Apply the gradients of all parts since the last step, which makes a version (see
         `PolicyGradient.optim_step`). ``settings``: by default the run's."""
         settings, parts = settings or self._settings(), tuple(self.policy.parts)
+        self.ranks.require_equal("optim_step", {"step": self.version, "parts": len(parts), "settings": settings})
         started = time.perf_counter() - sum(part.compute_s for part in parts)
         progress = self.policy.optim_step(settings)
         samples, loss_tokens = sum(part.samples for part in parts), sum(part.loss_tokens for part in parts)
@@ -264,29 +275,31 @@ class TrainerService(ModelService):
             flops=progress.flops,
             metrics=metrics | others,
             halved=self.policy.limit.halved,
-            unrecorded="" if self._recorder is None else self._recorder.take_error(),
+            unrecorded=self._recorder.take_error(),
         )
 
     def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
+        self._recorder.close()
         super().close()
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        """Write atomically everything that a resume needs, then delete older checkpoints beyond ``keep_last``.
+        """Write atomically everything that a resume needs, then delete older checkpoints beyond ``keep_last``; rank 0
+        does, with the other ranks' parts.
 
         Raises StorageFailed on a full disk; the older checkpoints are then kept."""
+        gathered, optimiser_tensors = self.learner.gather_model(), self.learner.optimiser_tensors()
 
         def fill(folder: Path) -> None:
             if self._constrains:
                 (folder / GRAMMAR_FILE).write_text(GRAMMAR_VERSION)
-            self.learner.save_weights(folder / self._weights_folder)
-            save_file(self.learner.optimiser_tensors(), folder / OPTIMISER_FILE)
+            self.learner.save_weights(folder / self._weights_folder, gathered)
+            save_file(optimiser_tensors, folder / OPTIMISER_FILE)
 
         adapts_kl = self.experiment.algorithm.kl_target is not None
         kl_metrics = {"kl_coefficient": self.policy.kl_coefficient} if adapts_kl else {}
-        _write(path, fill, self._state(consumed, kl_metrics))
-        keep_last(Path(path).parent.parent, self.experiment.checkpoint.keep_last)
+        if self.ranks.rank == 0:
+            _write(path, fill, self._state(consumed, kl_metrics))
+            keep_last(Path(path).parent.parent, self.experiment.checkpoint.keep_last)
         return CheckpointInfo(path=path, version=self.version)
 
     def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
@@ -319,6 +332,11 @@ class TrainerService(ModelService):
         self.policy.kl_coefficient = state.metrics.get("kl_coefficient", self.experiment.algorithm.kl_coefficient)
         self.version = state.version
         return self.version
+
+    def _require_equal(self, call: str, batch: FlatBatch, **facts: Any) -> None:
+        facts |= {"version": self.version, "step": batch.step, "groups": len(batch.batch_groups)}
+        facts |= {"samples": batch.samples, "tokens": batch.tokens, "loss tokens": batch.loss_tokens}
+        self.ranks.require_equal(call, facts)
 
     @property
     def _constrains(self) -> bool:

@@ -75,9 +75,12 @@ class Publisher:
         """Copy ``tensors`` (any device) into the next slot. Raises ConfigurationError when no folder has the space."""
         return self.begin(version, tensors).finish()
 
-    def begin(self, version: int, tensors: Mapping[str, Tensor]) -> Publication:
+    def begin(
+        self, version: int, tensors: Mapping[str, Tensor], complete: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    ) -> Publication:
         """Begin to publish: ``tensors`` may change as soon as this returns. The publication must be finished, in any
-        thread, before the next one begins."""
+        thread, before the next one begins. ``complete``: gathers one of the tensors if ranks divide them; it is called
+        in their order."""
         if version < 0:
             raise ValueError(f"version = {version}: must not be negative")
         started_s = time.perf_counter()
@@ -96,7 +99,7 @@ class Publisher:
         views = slot.views if snapshot is None else layout.views(snapshot)
         with torch.no_grad():
             for name, view in views.items():
-                view.copy_(tensors[name])
+                view.copy_(complete(tensors[name]))
         work_context = nullcontext() if self._memory is None else self._memory.after_present_work()
         self._next = (self._next + 1) % self._slots
         return Publication(slot, version, snapshot, work_context, time.perf_counter() - started_s)

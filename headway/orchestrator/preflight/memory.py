@@ -12,7 +12,10 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 - trainer rank: float32 weights, gradients and two moments 16·P, in bfloat16 (`trainer/master_weights.py`) the weights
   once more, 18·P; beside an adapter of A weights b·P, quantised P or 0.57·P, and 16·A or 18·A; the reference model P·b;
   activations of a micro-batch (`ModelSizes.activation_bytes`,
-  `score_bytes`); logits of one chunk. With several ranks gradients are summed in one more copy, 4·P
+  `score_bytes`); logits of one chunk. Copies sum gradients in one more copy of up to 2^26 of them, or of the largest
+  matrix. With ``shards`` a rank has 1/shards of weights, gradients and moments, in float32 alone; beside them what is
+  outside of the layers is complete, and three layers, with the gradients of one of both (trainer/sharding.py).
+  ``host_memory`` has the moments in the machine's memory, or all that is divided
 - a GPU that both sides share under ``run.offload``: the larger side alone, and both contexts; what they offload is in
   the machine's memory
 - published weights: 3 versions of P·b (of an adapter A·b) in /dev/shm, which is main memory and counted there too; the
@@ -47,6 +50,7 @@ from headway.models.routing import replayed_routing
 from headway.models.sizes import ModelSizes, logit_rows, sizes_of
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.check_report import MemoryPlace, MemoryUse
+from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, sharing, split_node
 from headway.runtime.nodes.conditions import machine_memory
 from headway.runtime.nodes.gpus import read_machine
@@ -78,7 +82,7 @@ _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-
 _TOKEN_BYTES_ON_DISK = 14
 _RECORDED_TOKEN_BYTES, _RECORDED_ROLLOUT_BYTES = 17, 400
 
-
+_SUMMED_VALUES = 1 << 26  # of one sum of gradients over copies: trainer/ranks.py
 _OFFLOADED_PARTS = ("weights", "gradients", "AdamW", "adapter", "KV cache")
 _OF_NODE = " of node "  # in the name of a place
 
@@ -290,25 +294,64 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     in_place = parse_device(split_node(settings.devices[0])[1]).kind != "cpu" and not experiment.kept_sets
     rows = logit_rows(model.vocabulary_size, on_gpu=in_place)
     logit_bytes = width if in_place else 4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)
+    shards, trained_shards = settings.shards_of(rank_count), 1 if is_adapted else settings.shards_of(rank_count)
+    if (gathers := shards > 1 or settings.host_memory == "all") and not is_adapted:
+        master_bytes = 4
+    own_count = -(-trained_count // trained_shards)
+    summed_count = min(own_count, max(_SUMMED_VALUES, model.outside)) if rank_count > trained_shards else 0
     device_parts = {
-        "weights": base + master_bytes * trained_count,
-        "gradients": 4 * trained_count * (2 if rank_count > 1 else 1),
-        "AdamW": 8 * trained_count,
+        "weights": base // shards + master_bytes * own_count,
+        "gradients": 4 * (own_count + summed_count),
+        "AdamW": 8 * own_count,
         "activations": model.activation_bytes(batch_tokens, width, checkpointing)
         + model.score_bytes(batch_tokens, experiment.max_sequence_tokens, width, checkpointing)
         + 2 * batch_tokens * expert_bytes(experiment),
         "logits": min(rows, batch_tokens) * model.vocabulary_size * logit_bytes,
     }
+    if gathers:
+        device_parts["gathered"] = _gathered_bytes(model, width, trains=not is_adapted)
     if experiment.algorithm.kl_coefficient > 0:
         folder = experiment.model.reference
         reference_sizes = sizes_of(folder) if folder else model
         # the reference is then the model without its adapter
         shares_model = is_adapted and (not folder or Path(folder) == Path(experiment.model.path))
-        device_parts["reference"] = 0 if shares_model else reference_sizes.parameters * width
+        reference_bytes = reference_sizes.parameters * width // shards
+        reference_bytes += _gathered_bytes(reference_sizes, width, trains=False) if gathers else 0
+        device_parts["reference"] = 0 if shares_model else reference_bytes
+    moved_parts = {"none": (), "optimiser": ("AdamW",), "all": ("weights", "gradients", "AdamW")}[settings.host_memory]
+    moved = {part: device_parts.pop(part) for part in moved_parts}
     for rank, device in enumerate(settings.devices):
-        host_parts = {"base": BASE_BYTES["trainer"]} | _of_sets(sample_count * kept_set_bytes(experiment, model))
+        host_parts = (
+            {"base": BASE_BYTES["trainer"]} | moved | _of_sets(sample_count * kept_set_bytes(experiment, model))
+        )
         host_parts |= _of_grammars(experiment) if experiment.kept_sets else {}
         yield from _on_device(experiment, f"trainer-{rank}", device, device_parts, host_parts)
+
+
+def _gathered_bytes(model: ModelSizes, width: int, *, trains: bool) -> int:
+    """Bytes of complete units beside a rank's rows: what is outside of the layers for a whole pass, of layers the one
+    that computes, the next one, and its buffer; gradients before they are summed, with the buffer of one sum."""
+    outside, layer = model.outside, max(layer.parameters for layer in model.layers)
+    weight_bytes = width * (outside + 3 * layer)
+    return weight_bytes + (4 * outside + max(4 * outside, (width + 4) * layer) if trains else 0)
+
+
+def fewest_shards(experiment: Experiment, machine: Machine) -> int:
+    """The smallest number of ranks that divide a copy of the model so that the trainer's devices have the memory; all
+    of them if none do, and 1 if the model's sizes are unknown."""
+    ranks = len(experiment.trainer.devices)
+    try:
+        model = sizes_of(experiment.model.path)
+        for shards in (number for number in range(1, ranks) if ranks % number == 0):
+            trainer = experiment.trainer.model_copy(update={"shards": shards})
+            uses = memory_uses(experiment.model_copy(update={"trainer": trainer}), model)
+            trainer_places = {use.location for use in uses if use.name.startswith("trainer")}
+            places = [place for place in memory_places(uses, machine=machine) if place.name in trainer_places]
+            if all(place.capacity_bytes is None or place.needed_bytes <= place.capacity_bytes for place in places):
+                return shards
+    except ConfigurationError:  # check reports the model
+        return 1
+    return ranks
 
 
 def _on_device(

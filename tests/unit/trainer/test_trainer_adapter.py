@@ -172,8 +172,7 @@ def test_a_damaged_adapter_is_found(build: Build, tmp_path: Path) -> None:
 def test_the_reference_is_the_model_without_its_adapter(build: Build, model: str) -> None:
     trainer = build(algorithm={"kl_coefficient": 0.1})
     assert trainer.learner.reference is not None
-    mine = {id(one) for one in trainer.learner.model.parameters()}
-    assert {id(one) for one in trainer.learner.reference.parameters()} == mine  # no second copy
+    assert not list(trainer.learner.reference.parameters())  # no second copy
     assert trainer.train_step(lay_out(make_batch(0, step=0))).metrics["kl_reference"] == 0.0
     assert trainer.train_step(lay_out(make_batch(1, step=1))).metrics["kl_reference"] > 0.0
     ids = torch.tensor([3, 4, 5])

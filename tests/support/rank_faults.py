@@ -1,0 +1,91 @@
+"""Planted faults of ranks that divide a model, each as a context in which a rank computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from headway.models.packed_model import PackedModel
+from headway.trainer import sharding
+from headway.trainer.ranks import Ranks
+
+
+@contextmanager
+def averaged_layers() -> Iterator[None]:
+    """The divisor of the root alone is set: the setter isn't recursive."""
+    from torch.distributed.fsdp import FSDPModule
+
+    original = FSDPModule.set_gradient_divide_factor
+
+    def of_root(self: Any, factor: float) -> None:
+        if isinstance(self, PackedModel):
+            original(self, factor)
+
+    with mock.patch.object(FSDPModule, "set_gradient_divide_factor", of_root):
+        yield
+
+
+@contextmanager
+def scaled_summands() -> Iterator[None]:
+    """The reduction isn't told to be a sum, of which gloo can't scale the summands."""
+    from torch.distributed.fsdp import FSDPModule
+
+    with mock.patch.object(FSDPModule, "set_force_sum_reduction_for_comms"):
+        yield
+
+
+@contextmanager
+def method_without_hooks() -> Iterator[None]:
+    """No method gathers what is outside of the layers."""
+    with mock.patch("torch.distributed.fsdp.register_fsdp_forward_method"):
+        yield
+
+
+@contextmanager
+def unequal_calls() -> Iterator[None]:
+    """Ranks don't agree on the calls of a model that is computed by rows."""
+    with mock.patch.object(Ranks, "largest", lambda self, number, dimension="all": number):
+        yield
+
+
+@contextmanager
+def rounded_positions() -> Iterator[None]:
+    """A layer's inputs are cast, and so are the positions."""
+    from torch.distributed import fsdp
+
+    policy = fsdp.MixedPrecisionPolicy
+    with mock.patch.object(fsdp, "MixedPrecisionPolicy", lambda *types, **_: policy(*types)):
+        yield
+
+
+@contextmanager
+def stale_parameters() -> Iterator[None]:
+    """An adapter's matrices are divided as well, and the optimiser has those of before."""
+    original = sharding.ShardedModel.__init__
+
+    def divide(self: Any, *arguments: Any, whole: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+
+    with mock.patch.object(sharding.ShardedModel, "__init__", divide):
+        yield
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        averaged_layers,
+        scaled_summands,
+        method_without_hooks,
+        unequal_calls,
+        rounded_positions,
+        stale_parameters,
+    )
+}
+
+
+def with_fault(mesh: tuple[int, int, str], fault: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``function`` on a rank that has the fault."""
+    with FAULTS[fault]():
+        return function(mesh, *arguments)
