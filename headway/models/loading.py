@@ -131,10 +131,16 @@ def save_shards(
     folder, shards_by_name = Path(path), by_name(shards)
     folder.mkdir(parents=True, exist_ok=True)
     write_model_files(folder, decoder_tensors(config).values(), shards_by_name, rank, ranks)
-    if rank > 0:
-        return
-    dtype = str(shards_by_name["embedding_weight"][0].tensor.dtype).removeprefix("torch.")
-    config_text = json.dumps(config.to_mapping(dtype), indent=2, ensure_ascii=False)
+    if rank == 0:
+        dtype = shards_by_name["embedding_weight"][0].tensor.dtype
+        save_decoder_configuration(config, folder, dtype, tokenizer_source)
+
+
+def save_decoder_configuration(
+    config: DecoderConfig, folder: Path, dtype: torch.dtype, tokenizer_source: str | Path | None = None
+) -> None:
+    """Write config.json of a folder whose weights are ``dtype``, and copy the tokenizer files of ``tokenizer_source``."""
+    config_text = json.dumps(config.to_mapping(str(dtype).removeprefix("torch.")), indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(config_text + "\n", encoding="utf-8")
     if tokenizer_source is not None:
         copy_tokenizer(Path(tokenizer_source), folder)

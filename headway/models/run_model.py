@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from headway.config.adapter import AdapterConfig
 from headway.config.model import ModelConfig
 from headway.models.adapter_files import load_adapter, merge_decoder, open_adapter, save_adapter
-from headway.models.configuration import read_json
+from headway.models.configuration import DecoderConfig, read_json
 from headway.models.decoder import Decoder
 from headway.models.hf.configuration import implementation_of
-from headway.models.loading import load_model, parse_dtype, require_finite_tensors, save_model
+from headway.models.loading import (
+    build,
+    checked,
+    load_model,
+    load_shards,
+    parse_dtype,
+    require_finite_tensors,
+    save_decoder_configuration,
+    save_model,
+    weights_of,
+)
 from headway.models.lora import Lora, disabled, use
 from headway.models.packed_model import PackedModel, WithoutAdapter
 from headway.models.quantization import load_frozen
+from headway.models.shards.row_map import FileTensor, decoder_tensors
+from headway.models.shards.shard import Shard, shards_of
 from headway.records.errors import ConfigurationError
 from headway.runtime.imports import import_extra
 from headway.runtime.scratch import ScratchFolder, flush, flush_folder
 
 if TYPE_CHECKING:
     from headway.models.hf.adapter import HfAdapter
+    from headway.models.hf.model import HfModel
 
 
 def open_model(
@@ -39,36 +53,100 @@ def open_model(
     return load_hf(folder, dtype, device, chosen.trust_remote_code)
 
 
-def open_policy(
-    chosen: ModelConfig, device: torch.device, seed: int, dtype: torch.dtype = torch.float32
-) -> tuple[PackedModel, Lora | HfAdapter | None]:
-    """The model of a run in ``dtype``, or quantised, and the adapter that is trained with it, if any, in float32.
-    ``seed``: of a new adapter's weights. Raises ConfigurationError."""
-    if chosen.quantization is not None:
-        model: PackedModel = load_frozen(chosen.path, chosen.quantization, device).to(dtype)
+def open_on_meta(
+    chosen: ModelConfig, dtype: str | torch.dtype, path: str | Path | None = None
+) -> tuple[PackedModel, Callable[[], None]]:
+    """The model in ``path``, as of `open_model`, on the meta device, and the function that reads its weights once it has
+    memory: of parameters that ranks divide this rank's rows alone. Both raise ConfigurationError."""
+    folder = Path(path or chosen.path)
+    if implementation_of(folder, chosen.implementation) == "headway":
+        decoder = build(DecoderConfig.from_pretrained(folder), dtype, "meta")
+        return decoder, partial(read_weights, decoder, folder)
+    from headway.models.hf.shards import fill_hf, open_hf_on_meta
+
+    model = open_hf_on_meta(folder, dtype, chosen.trust_remote_code)
+    return model, partial(fill_hf, model, folder)
+
+
+def read_weights(model: PackedModel, path: str | Path) -> None:
+    """Overwrite the weights, of which ranks may have rows alone, with those of a model folder of the same shapes. Raises
+    ConfigurationError before any change, but for values that aren't finite."""
+    if isinstance(model, Decoder):
+        config, shards = DecoderConfig.from_pretrained(path), folder_shards(model)
+        present = {shard.name: torch.empty(shard.shape, device="meta") for shard in shards}
+        checked(present, weights_of(build(config, "float32", "meta")))
+        load_shards(path, config, shards)
+        return
+    from headway.models.hf.shards import load_hf_shards
+
+    load_hf_shards(path, cast("HfModel", model).module, folder_shards(model))
+
+
+def folder_tensors(model: PackedModel) -> dict[str, FileTensor]:
+    """The tensors of the model's folder, by name, as rows of `folder_shards`. Raises ConfigurationError for a model of
+    transformers that has a tensor made otherwise."""
+    if isinstance(model, Decoder):
+        return decoder_tensors(model.config)
+    from headway.models.hf.shards import hf_tensors
+
+    return hf_tensors(cast("HfModel", model).module)
+
+
+def folder_shards(model: PackedModel) -> list[Shard]:
+    """This rank's rows of the parameters, and of the buffers, that the model's folder has, in their own memory."""
+    if isinstance(model, Decoder):
+        return shards_of(weights_of(model))
+    from headway.models.hf.model import stored_parts
+
+    return shards_of(stored_parts(cast("HfModel", model).module))
+
+
+def save_configuration(model: PackedModel, path: str | Path, source: str | Path) -> None:
+    """Write configuration and tokenizer of a model folder whose weights are float32, into the folder ``path``.
+    ``source``: the folder that the model was loaded from."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, Decoder):
+        save_decoder_configuration(model.config, folder, torch.float32, source)
     else:
+        cast("HfModel", model).save_configuration(folder, source)
+
+
+def open_base(chosen: ModelConfig, dtype: torch.dtype, device: torch.device) -> PackedModel:
+    """The model of a run in ``dtype``, or quantised; frozen if an adapter is trained. Raises ConfigurationError."""
+    if chosen.quantization is None:
         model = open_model(chosen, dtype, device)
-    if chosen.adapter is None:
-        return model, None
-    model.requires_grad_(False)
+    else:
+        model = load_frozen(chosen.path, chosen.quantization, device).to(dtype)
+    return model if chosen.adapter is None else model.requires_grad_(False)
+
+
+def open_policy_adapter(
+    model: PackedModel, chosen: ModelConfig, device: torch.device, seed: int
+) -> Lora | HfAdapter:
+    """The adapter that is trained with the frozen ``model``, which computes with it, in float32. ``seed``: of a new
+    adapter's weights. Raises ConfigurationError."""
+    assert chosen.adapter is not None
     if not isinstance(model, Decoder):
-        return model, open_hf_adapter(model, chosen.path, chosen.adapter, seed)
+        return open_hf_adapter(model, chosen.path, chosen.adapter, seed, device)
     lora = open_adapter(chosen.path, model.config, chosen.adapter, seed=seed, device=device)
     lora.quantization = chosen.quantization
     lora.dropout.rate = chosen.adapter.dropout
     use(model, lora.layers)
-    return model, lora
+    return lora
 
 
-def open_hf_adapter(model: PackedModel, folder: str | Path, settings: AdapterConfig, seed: int) -> HfAdapter:
-    """Put PEFT's adapter modules into a transformers model, loaded from ``folder``. Raises ConfigurationError, also if
-    PEFT isn't installed."""
+def open_hf_adapter(
+    model: PackedModel, folder: str | Path, settings: AdapterConfig, seed: int, device: torch.device | None = None
+) -> HfAdapter:
+    """Put PEFT's adapter modules into a transformers model, loaded from ``folder``. ``device``: of the matrices, if not
+    that of the model's weights. Raises ConfigurationError, also if PEFT isn't installed."""
     import_extra("peft", "transformers", "model.adapter beside a model of transformers")
     from headway.models.hf.adapter import HfAdapter
     from headway.models.hf.model import HfModel
 
     assert isinstance(model, HfModel)
-    return HfAdapter(model, folder, settings, seed)
+    return HfAdapter(model, folder, settings, seed, device)
 
 
 def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) -> None:

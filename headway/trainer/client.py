@@ -48,6 +48,7 @@ class TrainerClient(RankWorkers):
         super().__init__(launcher, experiment, run_id, devices, SERVICE, log_directory=log_directory, host_of=host_of)
         self.more_arguments = {"exports_weights": exports_weights}
         self._restarts = 0
+        self._begun_checkpoint = ""  # path of `begin_checkpoint`; "": it is saved
         self.accumulated_parts = 0  # since the last step, in the present processes
 
     @property
@@ -62,7 +63,7 @@ class TrainerClient(RankWorkers):
 
     async def start(self) -> None:
         """See `RankWorkers.start`."""
-        self.accumulated_parts = 0
+        self.accumulated_parts, self._begun_checkpoint = 0, ""
         await super().start()
 
     def set_devices(self, devices: tuple[str, ...]) -> None:
@@ -120,8 +121,28 @@ class TrainerClient(RankWorkers):
         """See `records.clients.Trainer.score`."""
         return (await self.call_all("score", prompt, pixels))[0]
 
-    async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        return (await self.call_all("save_checkpoint", path, consumed))[0]
+    async def begin_checkpoint(self, path: str, consumed: dict[int, list[int]], beside: bool = True) -> None:
+        """See `records.clients.Trainer.begin_checkpoint`. ``beside``: other calls may come before it is saved."""
+        await self.call_all("begin_checkpoint", path, consumed, beside)
+        self._begun_checkpoint = path
+
+    async def save_checkpoint(
+        self, path: str, consumed: dict[int, list[int]], before_commit: Callable[[], None] = lambda: None
+    ) -> CheckpointInfo:
+        """See `records.clients.Trainer.save_checkpoint`."""
+        if self._begun_checkpoint != path:
+            await self.begin_checkpoint(path, consumed, beside=False)
+        self._begun_checkpoint, checksums = "", dict[str, str]()
+        try:
+            for method in ("checkpoint_written", "checkpoint_checksums"):
+                for rank_checksums in await self.call_all_to_end(method):
+                    checksums |= rank_checksums
+            before_commit()
+            version = await with_own_cause(self._running()[0].call("commit_checkpoint", checksums))
+        except StorageFailed:
+            await self.call_all("discard_checkpoint")
+            raise
+        return CheckpointInfo(path=path, version=version)
 
     async def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
         """Write the present weights as a model folder (``RUN/best``), atomically."""
@@ -142,15 +163,11 @@ class TrainerClient(RankWorkers):
     async def offload(self) -> list[MemoryMove]:
         """Move every rank's state, including accumulated parts, off its device (`TrainerService.offload`); returns each
         rank's move. Raises StorageFailed if a rank fails; then no rank is offloaded."""
-        outcomes = await asyncio.gather(
-            *(with_own_cause(worker.call("offload")) for worker in self.workers), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                if isinstance(outcome, StorageFailed):
-                    await self.onload()
-                raise outcome
-        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        try:
+            return await self.call_all_to_end("offload")
+        except StorageFailed:
+            await self.onload()
+            raise
 
     async def onload(self) -> list[MemoryMove]:
         """Undo `offload`."""

@@ -26,9 +26,23 @@ from headway.models.gpu.recomputation import computed_again
 from headway.models.hf.pixels import Pixels, PixelStore
 from headway.models.hidden_states import HiddenStates, chosen_logprobs
 from headway.models.kernels import target_logprobs
-from headway.models.loading import DTYPES, checked, copy_weights, weights_of
+from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.packed_model import PackedModel
-from headway.models.run_model import load_into, open_model, open_policy, save_policy, without_adapter
+from headway.models.run_model import (
+    folder_shards,
+    folder_tensors,
+    load_into,
+    open_base,
+    open_model,
+    open_on_meta,
+    open_policy_adapter,
+    read_weights,
+    save_configuration,
+    save_policy,
+    without_adapter,
+)
+from headway.models.shards.row_map import FileTensor
+from headway.models.shards.shard import Shard, shards_of
 from headway.models.sizes import logit_rows
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, Probe, ProbeScores
@@ -39,9 +53,10 @@ from headway.tokens.grammar import Grammars
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.kept_sets import KeptSets, MicroBatchSets
 from headway.trainer.master_weights import MasterWeights
-from headway.trainer.optimizer import AdamW
+from headway.trainer.optimizer import AdamW, OptimiserState
 from headway.trainer.ranks import Ranks
 from headway.trainer.sharding import ShardedModel, is_divided, own_rows_of
+from headway.trainer.state_files import StateFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +101,6 @@ class Learner:
         chooses the batch's recorded experts. ``pixels``: of the run's folder, if batches may have pictures."""
         self._chosen, self._folder, self._chat = chosen, chosen.path, chat
         self.dtype = DTYPES[settings.dtype]
-        is_sharded, is_adapted = ranks.mesh is not None, chosen.adapter is not None
-        opened_dtype = torch.float32 if is_sharded and not is_adapted else self.dtype  # masters are what is divided
-        self.model, self.lora = open_policy(chosen, device, seed, opened_dtype)
-        self.model.checkpointing = settings.gradient_checkpointing
-        self.reference: PackedModel | None = None
         self._replays, self._pixels = replays, pixels
         self._sets: KeptSets | None = None  # of the last batch
         self.device = device
@@ -99,17 +109,29 @@ class Learner:
         uses_native = native_kernels_enabled() and self.dtype == torch.float32
         self._kernels = native.kernels_for(self.dtype, device) if uses_native else None
         self._sharded: list[ShardedModel] = []  # the model in training, and its reference
-        if is_sharded:  # before anything keeps parameters, which this replaces
-            self._shard(self.model)
+        is_sharded, is_adapted = ranks.mesh is not None, chosen.adapter is not None
+        opened_dtype = torch.float32 if is_sharded and not is_adapted else self.dtype  # masters are what is divided
+        if is_sharded:
+            self.model = self._open_divided(chosen.path, opened_dtype, frozen=is_adapted)
+        else:
+            self.model = open_base(chosen, opened_dtype, device)
+        self.lora = None if chosen.adapter is None else open_policy_adapter(self.model, chosen, device, seed)
+        self.model.checkpointing = settings.gradient_checkpointing
+        self.reference: PackedModel | None = None
         self._trains_rows = is_sharded and not is_adapted  # an adapter's matrices are complete on every rank
         self.masters = self._open_masters()
         self.parameters = list(self.masters.trained().values())
         self.optimiser = AdamW(self.parameters, in_host_memory=settings.host_memory != "none")
 
-    def _shard(self, model: PackedModel) -> None:
-        whole, in_host = [] if self.lora is None else list(self.lora.parameters.values()), self.settings.host_memory
-        sharded = ShardedModel(model, self.ranks, self.dtype, whole=whole, in_host_memory=in_host == "all")
+    def _open_divided(self, path: str | Path, dtype: torch.dtype, *, frozen: bool) -> PackedModel:
+        """Load this rank's rows of the model in folder ``path``."""
+        model, fill = open_on_meta(self._chosen, dtype, path)
+        if frozen:
+            model.requires_grad_(False)
+        in_host_memory = self.settings.host_memory == "all"
+        sharded = ShardedModel(model, self.ranks, self.dtype, self.device, fill, in_host_memory=in_host_memory)
         self._sharded.append(sharded)
+        return model
 
     def _open_masters(self) -> MasterWeights:
         if self.lora is not None:
@@ -142,16 +164,17 @@ class Learner:
         if self.lora is not None and Path(model_path) == Path(self._folder):
             self.reference = without_adapter(self.model, self.lora)
             return
-        reference = open_model(self._chosen, self.dtype, self.device, model_path)
+        if self.ranks.mesh is None:
+            reference = open_model(self._chosen, self.dtype, self.device, model_path).requires_grad_(False)
+        else:
+            reference = self._open_divided(model_path, self.dtype, frozen=True)
         our_size, other_size = self.model.config.vocabulary_size, reference.config.vocabulary_size
         if our_size != other_size:
             raise ConfigurationError(
                 f"model.reference = {str(model_path)!r} has a vocabulary of {other_size}, the model one of {our_size}: "
                 "they must be equal"
             )
-        self.reference = reference.requires_grad_(False)
-        if self._sharded:
-            self._shard(reference)
+        self.reference = reference
 
     def logprobs(
         self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: PackedModel | None = None
@@ -322,48 +345,61 @@ class Learner:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def load_weights(self, path: str | Path) -> None:
-        """Overwrite the weights with those of a folder that `save_weights` wrote, any model folder, or any adapter of
-        the same base; the optimiser keeps its state. Raises ConfigurationError before any change."""
+        """Overwrite the weights with those of a folder that `stored_rows` has written, any model folder, or any adapter
+        of the same base; the optimiser keeps its state. Raises ConfigurationError before any change, but for values
+        that aren't finite."""
         with self.masters.exposed(), torch.no_grad():
-            if self._trains_rows:
-                stored = weights_of(open_model(self._chosen, torch.float32, "cpu", path))
-                for name in checked(self.weights(), stored):
-                    self.masters.tensors[name].copy_(self.ranks.own_rows(stored[name]))
-            elif self.lora is None:
-                copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
-            else:
+            if self.lora is not None:
                 load_into(self.lora, self.model, path, self._folder)
+            elif self._writes_rows:
+                read_weights(self.model, path)
+            else:
+                copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
 
-    def gather_model(self) -> PackedModel | None:
-        """The model with all rows of its float32 weights, in rank 0's host memory, for `save_weights`; a call of all
-        ranks. None: on other ranks, and if every rank has a whole copy."""
-        if not self._trains_rows:
-            return None
-        model = open_model(self._chosen, torch.float32, "cpu") if self.ranks.rank == 0 else None
-        parameters = {} if model is None else weights_of(model)
-        for name, weight in self.weights().items():
-            complete = self._sharded[0].complete(weight)
-            if name in parameters:
-                parameters[name].copy_(complete)
-        return model
+    @property
+    def writers(self) -> int:
+        """The number of ranks, 0 and the following, that together have all rows of what is trained."""
+        return self.ranks.size // self.ranks.count("copies") if self._trains_rows else 1
 
-    def save_weights(self, path: str | Path, gathered: PackedModel | None = None) -> None:
-        """Write a model folder with its tokenizer, or the adapter alone, in float32. Not atomic. ``gathered``: the
-        model of `gather_model`."""
+    @property
+    def _writes_rows(self) -> bool:
+        """Whether model folders are read and written by rows: those of transformers' architectures only if ranks divide
+        the model, since not every architecture's tensors are made of rows of its parameters."""
+        return self.lora is None and (self._trains_rows or isinstance(self.model, Decoder))
+
+    def stored_rows(self) -> tuple[dict[str, FileTensor], list[Shard]]:
+        """The tensors of a model folder, by name, and this rank's rows of the parameters they are made of, in float32
+        and in these parameters' memory. Nothing if `write_folder` writes the tensors."""
+        if not self._writes_rows:
+            return {}, []
         with self.masters.exposed():
-            save_policy(self.model if gathered is None else gathered, self.lora, path, self._folder)
+            return folder_tensors(self.model), folder_shards(self.model)
 
-    def optimiser_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state by parameter name, on rank 0 alone; empty before the first step. A call of all ranks."""
-        tensors: dict[str, Tensor] = {}
-        weights = self.weights()
+    def write_folder(self, path: str | Path) -> None:
+        """Write a model folder without the tensors of `stored_rows`: configuration and tokenizer; or all of the adapter,
+        in float32. Not atomic."""
+        with self.masters.exposed():
+            if self._writes_rows:
+                save_configuration(self.model, path, self._folder)
+            else:
+                save_policy(self.model, self.lora, path, self._folder)
+
+    def optimiser_shards(self, state: OptimiserState | None = None) -> list[Shard]:
+        """This rank's rows of AdamW's ``state`` (default: the present one), named ``KIND/PARAMETER``, in its memory;
+        none before the first step. Its scalars are complete on every rank."""
+        state, shards = self.optimiser.state if state is None else state, list[Shard]()
+        shard_by_name = {shard.name: shard for shard in shards_of(self.weights())}
         for name, parameter in self.masters.trained().items():
-            for state_name, state_tensor in self.optimiser.state.get(parameter, {}).items():
-                if self._trains_rows and state_tensor.ndim:
-                    state_tensor = self.ranks.all_rows(state_tensor, len(weights[name]))
-                if self.ranks.rank == 0:
-                    tensors[f"{state_name}/{name}"] = state_tensor.detach().cpu().contiguous()
-        return tensors
+            for kind, tensor in state.get(parameter, {}).items():
+                shape, first = (shard_by_name[name].shape, shard_by_name[name].first) if tensor.ndim else ((), 0)
+                shards.append(Shard(name=f"{kind}/{name}", shape=shape, first=first, tensor=tensor))
+        return shards
+
+    def read_optimiser(self, files: StateFiles) -> OptimiserState:
+        """Read this rank's rows of the AdamW state of a checkpoint. Raises CheckpointCorrupt for another model's."""
+        state = {parameter: self.optimiser.zero_state(parameter) for parameter in self.parameters if files.shapes}
+        files.fill(self.optimiser_shards(state))
+        return state
 
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between two calls: weights and their masters, the reference model's
@@ -377,17 +413,6 @@ class Learner:
         tensors = [own_rows_of(tensor) if is_divided(tensor) else tensor for tensor in tensors]
         by_id = {id(tensor): tensor for tensor in tensors}  # PEFT's matrices are parameters of both
         return [tensor for tensor in by_id.values() if tensor.device.type == self.device.type]
-
-    def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Load the tensors of `optimiser_tensors`. Raises KeyError for a parameter that this model doesn't have."""
-        parameter_by_name = self.masters.trained()
-        self.optimiser.state.clear()
-        for full_name, tensor in tensors.items():
-            state_name, _, name = full_name.partition("/")
-            parameter = parameter_by_name[name]
-            state, device = self.optimiser.state.setdefault(parameter, {}), self.optimiser.device_of(parameter)
-            rows = self.ranks.own_rows(tensor) if self._trains_rows and tensor.ndim else tensor
-            state[state_name] = rows.to(device, torch.float32, copy=True)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -13,6 +13,8 @@ from torch.optim.adamw import adamw
 from headway.config.schema import SftConfig, TrainerConfig
 from headway.records.training import OptimiserSettings
 
+OptimiserState = dict[Tensor, dict[str, Tensor]]  # by parameter: step, exp_avg, exp_avg_sq
+
 
 class AdamW:
     """AdamW (Loshchilov & Hutter, 2019), bit for bit equal to ``torch.optim.AdamW(fused=True)``. It avoids torch's
@@ -21,7 +23,7 @@ class AdamW:
     def __init__(self, parameters: Iterable[Tensor], *, in_host_memory: bool = False) -> None:
         """``in_host_memory``: the state is there, and on the parameter's device for its update alone."""
         self._parameters, self._in_host_memory = list(parameters), in_host_memory
-        self.state: dict[Tensor, dict[str, Tensor]] = {}  # by parameter, from its first step: step, exp_avg, exp_avg_sq
+        self.state: OptimiserState = {}  # of each parameter from its first step on
 
     def step(self, settings: OptimiserSettings) -> None:
         """Take one step. Parameters without a gradient stay as they are."""
@@ -56,18 +58,18 @@ class AdamW:
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         if parameter not in self.state:
-            device = self.device_of(parameter)
-            pinned = device != parameter.device
-            self.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(parameter, device=device, pin_memory=pinned),
-                "exp_avg_sq": torch.zeros_like(parameter, device=device, pin_memory=pinned),
-            }
+            self.state[parameter] = self.zero_state(parameter)
         return self.state[parameter]
 
-    def device_of(self, parameter: Tensor) -> torch.device:
-        """The device of a parameter's state. AdamW's fused kernel needs its step counter beside the parameter."""
-        return torch.device("cpu") if self._in_host_memory else parameter.device
+    def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """A parameter's state before its first step. AdamW's fused kernel needs the counter beside the parameter."""
+        device = torch.device("cpu") if self._in_host_memory else parameter.device
+        pinned = device != parameter.device
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=device),
+            "exp_avg": torch.zeros_like(parameter, device=device, pin_memory=pinned),
+            "exp_avg_sq": torch.zeros_like(parameter, device=device, pin_memory=pinned),
+        }
 
 
 def learning_rate(step: int, settings: TrainerConfig | SftConfig, total_steps: int) -> float:

@@ -107,6 +107,15 @@ class RankWorkers:
                     raise death_future.result() from None
             raise
 
+    async def call_all_to_end(self, method: str, *arguments: Any) -> list[Any]:
+        """`call_all` that raises the first failure when the call has ended on all ranks."""
+        calls = (with_own_cause(worker.call(method, *arguments)) for worker in self._running())
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for failure in outcomes:
+            if isinstance(failure, BaseException):
+                raise failure
+        return outcomes
+
     def _running(self) -> tuple[WorkerHandle, ...]:
         if not self.workers:
             raise HeadwayError("the trainer is not running: start() or restart() it first")

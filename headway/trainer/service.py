@@ -4,40 +4,43 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from headway.algorithms.samples import FlatBatch
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment, TrainerConfig
+from headway.models.adapter_targets import base_digest
 from headway.models.cpu.native import missing_reason
 from headway.models.hf.pixels import FOLDER, PixelStore
 from headway.models.loading import DTYPES
 from headway.models.offload import OffloadedTensors
 from headway.models.routing import replayed_routing
-from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
+from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused
 from headway.records.execution import MemoryMove
 from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, Probe, ProbeScores, PublishedWeights, probe_ids
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
 from headway.runtime.devices import native_kernels_enabled
+from headway.runtime.nodes.handshake import software
 from headway.runtime.transport.paths import Location, choose_path
 from headway.tokens.grammar import GRAMMAR_VERSION
-from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
+from headway.trainer.checkpoints import STATE_FILE, CheckpointState, verify
 from headway.trainer.learner import Learner
 from headway.trainer.micro_batch_limit import reporting_shortage
 from headway.trainer.optimizer import learning_rate
 from headway.trainer.peak_flops import measure_peak_flops
 from headway.trainer.policy import PolicyGradient
 from headway.trainer.ranks import Ranks
+from headway.trainer.saving import FolderSaver, SavedFolder
+from headway.trainer.state_files import StateFiles
 from headway.trainer.step_statistics import Progress
 from headway.trainer.token_recorder import TokenRecorder
 from headway.weights.device_memory import CudaMemory
@@ -45,7 +48,6 @@ from headway.weights.shared_memory import Publication, Publisher
 
 MODEL_FOLDER = "model"  # of a checkpoint
 ADAPTER_FOLDER = "adapter"  # in its place if an adapter is trained
-OPTIMISER_FILE = "optimizer.safetensors"
 GRAMMAR_FILE = "grammars.txt"  # GRAMMAR_VERSION of the library that reads the run's grammars, if it has any
 
 
@@ -72,9 +74,12 @@ class ModelService:
         self.experiment = experiment
         self.ranks = ranks or Ranks()
         device, seed = use_device(context.device), experiment.run.seed
+        if self.ranks.size > 1:
+            self.ranks.require_equal("start", _installation(experiment))
         learner_options: dict[str, Any] = {"chat": experiment.uses_chat, "replays": replays, "pixels": pixels}
         self.learner = Learner(experiment.model, settings, device, self.ranks, seed, **learner_options)
         self.version = 0  # completed steps
+        self._saver = FolderSaver(self.learner)
         self._run_id = run_id
         run_folder = experiment.run.directory
         self._offloaded = OffloadedTensors(run_folder if Path(run_folder).is_dir() else None)
@@ -140,8 +145,20 @@ class ModelService:
     def load_weights(self, path: str) -> None:
         """Replace only the weights (by a checkpoint's ``model`` folder, ``best``, any model or adapter folder)."""
         if (Path(path) / STATE_FILE).is_file():
-            verify(path)
+            self._verify(path)
         self.learner.load_weights(path)
+
+    def _verify(self, path: str) -> CheckpointState:
+        """Check every file of a folder, of which each rank reads a share. Raises CheckpointCorrupt on all ranks."""
+        try:
+            outcome: CheckpointState | CheckpointCorrupt = verify(path, self.ranks.rank, self.ranks.size)
+        except CheckpointCorrupt as error:
+            outcome = error
+        for failure in self.ranks.all_gather(outcome if isinstance(outcome, CheckpointCorrupt) else None):
+            if failure is not None:
+                raise failure
+        assert isinstance(outcome, CheckpointState)
+        return outcome
 
     def measure_peak(self) -> float:
         """Measure the FLOP/s of large matrix products at the training dtype."""
@@ -150,17 +167,12 @@ class ModelService:
     def close(self) -> None:
         """Unlink the published weights and leave the process group."""
         self._finisher.shutdown()
+        self._saver.close()
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
         self._offloaded.close()
         self.ranks.close()
-
-    def _save_model(self, path: str, state: CheckpointState) -> None:
-        """Write a model or adapter folder, and ``state``, atomically, by rank 0. Raises StorageFailed."""
-        gathered = self.learner.gather_model()  # before anything may fail on rank 0 alone
-        if self.ranks.rank == 0:
-            _write(path, lambda folder: self.learner.save_weights(folder, gathered), state)
 
 
 class TrainerService(ModelService):
@@ -283,50 +295,65 @@ class TrainerService(ModelService):
         super().close()
 
     def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        """Write atomically everything that a resume needs, then delete older checkpoints beyond ``keep_last``; rank 0
-        does, with the other ranks' parts.
-
-        Raises StorageFailed on a full disk; the older checkpoints are then kept."""
-        gathered, optimiser_tensors = self.learner.gather_model(), self.learner.optimiser_tensors()
-
-        def fill(folder: Path) -> None:
-            if self._constrains:
-                (folder / GRAMMAR_FILE).write_text(GRAMMAR_VERSION)
-            self.learner.save_weights(folder / self._weights_folder, gathered)
-            save_file(optimiser_tensors, folder / OPTIMISER_FILE)
-
-        adapts_kl = self.experiment.algorithm.kl_target is not None
-        kl_metrics = {"kl_coefficient": self.policy.kl_coefficient} if adapts_kl else {}
-        if self.ranks.rank == 0:
-            _write(path, fill, self._state(consumed, kl_metrics))
-            keep_last(Path(path).parent.parent, self.experiment.checkpoint.keep_last)
+        """Write atomically everything that a resume needs, then delete older checkpoints beyond ``keep_last``. Raises
+        StorageFailed on a full disk of any rank; the older checkpoints are then kept."""
+        self._saver.save(self._checkpoint(path, consumed))
         return CheckpointInfo(path=path, version=self.version)
+
+    def begin_checkpoint(self, path: str, consumed: dict[int, list[int]], beside: bool = True) -> None:
+        """Begin to write a checkpoint (see `FolderSaver`), which is the present state whatever is called meanwhile, if
+        it is written ``beside`` that."""
+        self._saver.begin(self._checkpoint(path, consumed), beside=beside)
+
+    def checkpoint_written(self) -> Future[dict[str, str]]:
+        """See `FolderSaver.written`."""
+        return self._saver.written()
+
+    def checkpoint_checksums(self) -> Future[dict[str, str]]:
+        """See `FolderSaver.checksums`."""
+        return self._saver.checksums()
+
+    def commit_checkpoint(self, checksums: dict[str, str]) -> Future[int]:
+        """See `FolderSaver.commit`."""
+        return self._saver.commit(checksums)
+
+    def discard_checkpoint(self) -> None:
+        """See `FolderSaver.discard`."""
+        self._saver.discard()
+
+    def _checkpoint(self, path: str, consumed: dict[int, list[int]]) -> SavedFolder:
+        adapts_kl = self.experiment.algorithm.kl_target is not None
+        return SavedFolder(
+            path=path,
+            state=self._state(consumed, {"kl_coefficient": self.policy.kl_coefficient} if adapts_kl else {}),
+            weights_folder=self._weights_folder,
+            texts={GRAMMAR_FILE: GRAMMAR_VERSION} if self._constrains else {},
+            has_optimiser=True,
+            kept_checkpoints=self.experiment.checkpoint.keep_last,
+        )
 
     def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
         """Write the present weights as a model folder with ``state.json`` (``RUN/best``), atomically."""
-        self._save_model(path, self._state({}, metrics or {}))
+        self._saver.save(SavedFolder(path=path, state=self._state({}, metrics or {})))
         return CheckpointInfo(path=path, version=self.version)
 
     def load_checkpoint(self, path: str) -> int:
         """Load a checkpoint; returns its version. Raises CheckpointCorrupt before any change, and ConfigurationError if
         another library would read the run's grammars."""
-        state = verify(path)
+        state = self._verify(path)
         grammar_file = Path(path) / GRAMMAR_FILE
         if grammar_file.is_file() and (stored := grammar_file.read_text()) != GRAMMAR_VERSION:
             raise ConfigurationError(
                 f"{path} is of a run whose constrained answers were sampled with {stored}; {GRAMMAR_VERSION}, which is "
                 "installed, may read their grammars otherwise: install that version"
             )
-        try:
-            optimiser_tensors = load_file(Path(path) / OPTIMISER_FILE)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointCorrupt(f"{Path(path) / OPTIMISER_FILE}: {error}") from None
+        state_files = StateFiles(path)
         if not (folder := Path(path) / self._weights_folder).is_dir():
             other_kind = "a whole model" if self.learner.lora is not None else "an adapter"
             raise ConfigurationError(f"{path} is a checkpoint of a run that trained {other_kind}: there is no {folder}")
         self.learner.load_weights(folder)
         self.policy.clear()
-        self.learner.load_optimiser_tensors(optimiser_tensors)
+        self.learner.optimiser.state = self.learner.read_optimiser(state_files)
         rng_state = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
         torch.set_rng_state(torch.from_numpy(rng_state.copy()))
         self.policy.kl_coefficient = state.metrics.get("kl_coefficient", self.experiment.algorithm.kl_coefficient)
@@ -365,14 +392,13 @@ class TrainerService(ModelService):
         )
 
 
-def _write(path: str, fill: Callable[[Path], None], state: CheckpointState) -> None:
-    """Call `write_folder`; convert storage errors to a StorageFailed that names the remedy."""
-    try:
-        write_folder(path, fill, state)
-    except (OSError, SafetensorError) as error:
-        raise StorageFailed(
-            f"{path} can't be written: {error}; free some space and start again (a run with --resume)"
-        ) from error
+def _installation(experiment: Experiment) -> dict[str, str]:
+    """What must be the same on the machines of all ranks: versions of libraries, and the model's files."""
+    facts = {package: f"{package} {release}" for package, release in software().items()}
+    for package in ("transformers", "peft"):
+        with suppress(PackageNotFoundError):
+            facts[package] = version(package)
+    return facts | {"model.path": base_digest(experiment.model.path)}
 
 
 def use_device(device: Any) -> torch.device:

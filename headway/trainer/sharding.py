@@ -28,7 +28,6 @@ class ShardedModel:
     """A model whose weights are divided among the ranks of a mesh's dimension "shards".
 
     Every rank must call `PackedModel.compute` equally often, inside it the layers equally often, and then the backward.
-    Its parameters are replaced: whatever keeps parameters has to read them again.
     """
 
     def __init__(
@@ -36,23 +35,24 @@ class ShardedModel:
         model: PackedModel,
         ranks: Ranks,
         dtype: torch.dtype,
+        device: torch.device,
+        fill: Callable[[], None],
         *,
-        whole: Collection[nn.Parameter] = (),
         in_host_memory: bool = False,
     ) -> None:
-        """``dtype``: that the model computes in, whatever its parameters have. ``whole``: parameters that stay complete
-        on every rank. ``in_host_memory``: weights and gradients are there, except those of a unit that computes.
-        Raises ConfigurationError for a model without layers, or with a matrix that several layers share."""
+        """``model``: on the meta device; it gets memory for this rank's rows on ``device``, and ``fill`` writes them.
+        ``dtype``: that it computes in, whatever its parameters have. ``in_host_memory``: weights and gradients are
+        there, except those of a unit that computes. Raises ConfigurationError for a model without layers, or with a
+        matrix that several layers share."""
         # Loads sympy: half a second of a start, which other ranks needn't pay.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
         from torch.distributed.fsdp import register_fsdp_forward_method as register
 
         _require_units(model)
         assert ranks.mesh is not None
-        on_gpu = model.device.type == "cuda"
+        on_gpu = device.type == "cuda"
         options: dict[str, Any] = {
             "mesh": ranks.mesh["shards"],
-            "ignored_params": set(whole),
             # Positions must not be rounded, as casting a layer's inputs would.
             "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if in_host_memory else OffloadPolicy(),
@@ -73,7 +73,12 @@ class ShardedModel:
         register(model, "compute")
         model.compute = partial(self._compute, model.compute)
         model.most_calls = partial(ranks.largest, dimension="shards")
-        self._complete_parameters = self._gather_once(units, whole)
+        model.to_empty(device="cpu" if in_host_memory else device)
+        for module in model.modules() if in_host_memory else ():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        fill()
+        self._complete_parameters = self._gather_once(units)
 
     def _compute(self, compute: Callable[[Callable[[], T]], T], function: Callable[[], T]) -> T:
         outcome = compute(function)
@@ -81,9 +86,9 @@ class ShardedModel:
             self._root.reshard()
         return outcome
 
-    def _gather_once(self, units: list[Any], whole: Collection[nn.Parameter]) -> list[nn.Parameter]:
+    def _gather_once(self, units: list[Any]) -> list[nn.Parameter]:
         """The parameters of complete units, which FSDP2 makes at the first gathering and keeps."""
-        kept_ids, parameters = {id(parameter) for parameter in whole}, list[nn.Parameter]()
+        parameters = list[nn.Parameter]()
         with torch.no_grad():
             self.model.compute(lambda: None)
         for unit in units:
@@ -91,7 +96,7 @@ class ShardedModel:
             complete = [
                 parameter
                 for parameter in unit.parameters()
-                if not is_divided(parameter) and id(parameter) not in kept_ids and parameter.requires_grad
+                if not is_divided(parameter) and parameter.requires_grad
             ]
             if unit is self.model and any(parameter.dtype != torch.float32 for parameter in complete):
                 for parameter in complete:  # each chunk of logits adds to the gradients of embedding and head

@@ -1,4 +1,4 @@
-"""The trainer's state on disk, a file for each rank: master weights, AdamW's moments and step counters.
+"""The optimiser's state on disk, a file for each rank: AdamW's moments and step counters.
 
 ``state-R-of-N.safetensors``, R from 1, holds the rows of one rank: tensor ``NAME@FIRST`` has the rows of NAME from row
 FIRST on, and the metadata the undivided shapes and the number of the save. Any number of ranks, in any layout, reads
@@ -8,8 +8,7 @@ what N ranks wrote. A checkpoint of an earlier release has all tensors in one ``
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from headway.models.shards.row_map import FileTensor
 from headway.models.shards.shard import Shard, by_name, row_width
 from headway.models.shards.tensor_files import fill, write_tensors
 from headway.models.weight_files import StoredTensor, stored_tensors
-from headway.records.errors import CheckpointCorrupt, ConfigurationError, StorageFailed
+from headway.records.errors import CheckpointCorrupt, ConfigurationError
 from headway.trainer.checkpoints import checksum_of
 
 _WHOLE_FILE = "optimizer.safetensors"  # of earlier releases
@@ -118,59 +117,3 @@ def _read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         return stored_tensors([file]), metadata
     except (SafetensorError, OSError, ConfigurationError) as error:
         raise CheckpointCorrupt(f"{file}: {error}") from None
-
-
-class ShardSaver:
-    """Writing of this rank's part of a checkpoint beside the following steps.
-
-    Lifecycle: `begin` -> `complete`, repeatedly. Nothing of a save may count before every rank has completed it: then
-    rank 0 commits the folder (`checkpoints.commit_folder`), and only then are the payloads released that it covers.
-    Memory: a copy of all that is written, from `begin` until it is on disk.
-    """
-
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
-        self._rank, self._ranks = rank, ranks
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._folder = Path()
-        self._state_checksum: Future[str] | None = None
-
-    def begin(
-        self,
-        folder: Path,
-        weights: Sequence[Shard],
-        state: Sequence[Shard],
-        save: int,
-        write_weights: Callable[[list[Shard]], None],
-    ) -> None:
-        """Copy all shards, and begin to write them into ``folder``: ``state`` as `write_state` does, the copied
-        ``weights`` by ``write_weights``. Waits for the save before, if that isn't completed."""
-        if self._state_checksum is not None:
-            self._state_checksum.exception()
-        copied_weights = [shard.copied() for shard in weights]
-        copied_state = [shard.copied() for shard in state]
-
-        def write() -> str:
-            write_weights(copied_weights)
-            return write_state(folder, copied_state, self._rank, self._ranks, save)
-
-        self._folder, self._state_checksum = folder, self._thread.submit(write)
-
-    def complete(self) -> dict[str, str]:
-        """Wait until this rank's rows are on disk. Returns the checksum of its own file by name. Raises StorageFailed
-        if they can't be written."""
-        assert self._state_checksum is not None, "begun before"
-        state_checksum, self._state_checksum = self._state_checksum, None
-        try:
-            return {state_file(self._rank, self._ranks): state_checksum.result()}
-        except (OSError, SafetensorError) as error:
-            raise StorageFailed(f"{self._folder} can't be written: {error}; free some space and start again") from error
-
-    def weights_checksums(self, weights_folder: str) -> dict[str, str]:
-        """The checksums of this rank's share of the files of weights, by path in the checkpoint's folder. To be called
-        when all ranks have completed, since each may have written into each of these files. Raises OSError."""
-        files = sorted((self._folder / weights_folder).glob("*.safetensors"))[self._rank :: self._ranks]
-        return {f"{weights_folder}/{file.name}": checksum_of(file) for file in files}
-
-    def close(self) -> None:
-        """Wait for what is being written."""
-        self._thread.shutdown()

@@ -25,6 +25,7 @@ from headway.trainer.learner import Update
 from headway.trainer.micro_batch_limit import MicroBatchLimit, reporting_shortage
 from headway.trainer.optimizer import learning_rate
 from headway.trainer.ranks import Ranks
+from headway.trainer.saving import SavedFolder
 from headway.trainer.service import ModelService, use_device
 
 
@@ -147,7 +148,8 @@ class SupervisedService(ModelService):
     def save(self, path: str, metrics: dict[str, float] | None = None) -> None:
         """Write the model folder (weights, configuration, tokenizer, state.json) atomically. ``metrics``: of the model,
         for state.json. Raises StorageFailed."""
-        self._save_model(path, CheckpointState(version=self.version, metrics=metrics or {}))
+        state = CheckpointState(version=self.version, metrics=metrics or {})
+        self._saver.save(SavedFolder(path=path, state=state))
 
     def _arrays(self, chosen: list[int]) -> SampleArrays:
         lengths_s = self._lengths_s[chosen]

@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from torch import nn
+
 from headway.models.packed_model import PackedModel
-from headway.trainer import sharding
+from headway.trainer.master_weights import MasterWeights
 from headway.trainer.ranks import Ranks
+from headway.trainer.sharding import own_rows_of
 
 
 @contextmanager
@@ -62,13 +65,14 @@ def rounded_positions() -> Iterator[None]:
 
 @contextmanager
 def stale_parameters() -> Iterator[None]:
-    """An adapter's matrices are divided as well, and the optimiser has those of before."""
-    original = sharding.ShardedModel.__init__
+    """The optimiser has parameters that the model doesn't compute with, as those from before it was divided."""
+    original = MasterWeights.__init__
 
-    def divide(self: Any, *arguments: Any, whole: Any, **options: Any) -> None:
-        original(self, *arguments, **options)
+    def of_others(self: Any, parameters: dict[str, nn.Parameter], *arguments: Any) -> None:
+        others = {name: nn.Parameter(own_rows_of(parameter).clone()) for name, parameter in parameters.items()}
+        original(self, others, *arguments)
 
-    with mock.patch.object(sharding.ShardedModel, "__init__", divide):
+    with mock.patch.object(MasterWeights, "__init__", of_others):
         yield
 
 

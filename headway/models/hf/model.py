@@ -5,6 +5,7 @@ Shape suffixes: n packed tokens of all documents, d width, v vocabulary, b docum
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -255,14 +256,20 @@ class HfModel(PackedModel):
     def save_configuration(
         self, folder: Path, source: str | Path | None, save: Callable[[Path], None] | None = None
     ) -> None:
-        """Write the configuration alone, or with what ``save`` adds, and copy tokenizer and code of ``source``."""
+        """Write the configuration of float32 weights alone, or with what ``save`` adds, and copy tokenizer and code of
+        ``source``."""
+        config = self.module.config
         if self._router_logits:
-            self.module.config.output_router_logits = True
+            config.output_router_logits = True
         try:
-            (save or self.module.config.save_pretrained)(folder)
+            if save is None:
+                (written := copy.deepcopy(config)).dtype = "float32"
+                written.save_pretrained(folder)
+            else:
+                save(folder)
         finally:
             if self._router_logits:
-                self.module.config.output_router_logits = False
+                config.output_router_logits = False
         if source is not None:
             code_files = sorted(file.name for file in Path(source).glob("*.py"))
             copy_tokenizer(Path(source), folder, (*_PROCESSOR_FILES, *code_files))
@@ -325,6 +332,14 @@ def load_hf(
     for tensor in (*module.parameters(), *module.buffers()):  # a mapped file has any alignment, which changes bits
         tensor.data = tensor.data.clone()
     require_finite_tensors(str(folder), dict(module.named_parameters()))
+    model = with_interface(module, config, folder)
+    choose_packing(model)
+    return model
+
+
+def with_interface(module: PreTrainedModel, config: HfConfig, folder: Path) -> HfModel:
+    """The model of a module, loaded from ``folder`` or to be filled from it. Raises ConfigurationError for a module that
+    can't be trained."""
     module.eval()  # without dropout: the policy that is trained is the one that sampled
     if getattr(module.config, "vision_config", None) and module.get_decoder() in (module, module.base_model):
         raise ConfigurationError(
@@ -343,8 +358,16 @@ def load_hf(
             config.model_type,
             config.max_positions,
         )
-    _choose_packing(model)
     return model
+
+
+def auto_class_of(folder: Path) -> Any:
+    """transformers' class that makes the module of a model folder: of a text model, or of one that takes pictures."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as texts
+
+    raw = read_json(folder / "config.json")
+    is_text_model = raw["model_type"] in texts or "AutoModelForCausalLM" in (raw.get("auto_map") or {})
+    return AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
 
 
 def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -353,13 +376,8 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrain
     transformers_logging.set_verbosity_error()  # hides its table of tensors: the error below names them
     transformers_logging.disable_progress_bar()
     load_options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code, "dtype": dtype}
-    raw = read_json(folder / "config.json")
     try:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as texts
-
-        is_text_model = raw["model_type"] in texts or "AutoModelForCausalLM" in (raw.get("auto_map") or {})
-        auto_class = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
-        module, report = auto_class.from_pretrained(folder, output_loading_info=True, **load_options)  # pyright: ignore[reportGeneralTypeIssues]
+        module, report = auto_class_of(folder).from_pretrained(folder, output_loading_info=True, **load_options)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, AttributeError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -380,9 +398,10 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrain
 
 
 @torch.no_grad()
-def _choose_packing(model: HfModel) -> None:
-    """Make ``model`` pack documents if that gives each the hidden states that it has alone, else log the reason."""
-    reason = _packing_obstacle(model)
+def choose_packing(model: HfModel) -> None:
+    """Make ``model`` pack documents if that gives each the hidden states that it has alone, else log the reason. All
+    ranks that divide it must call this."""
+    reason = model.compute(partial(_packing_obstacle, model))
     model.packs = not reason
     if reason:
         _log.warning(

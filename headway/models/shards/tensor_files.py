@@ -47,27 +47,39 @@ def fill(
     check: Callable[[str, Mapping[str, Tensor]], None] = lambda file, values: None,
 ) -> None:
     """Read the rows that ``shards`` (by parameter) hold, cast to their dtype, tensor by tensor as the files have them.
-    ``check`` is called for values by name before they are written. Raises ConfigurationError as `held_rows` does."""
+    ``check`` is called for values by name. Raises ConfigurationError as `held_rows` does."""
     for name in sorted(tensors, key=lambda name: (stored[name].file, stored[name].start)):
         for shard in shards.get(tensors[name].parameter, ()):
-            for places, rows in held_rows(tensors[name], stored[name], shard):
-                values = rows.to(shard.tensor.device, shard.tensor.dtype)
+            matrix = shard.matrix()
+            is_direct = matrix.device.type == "cpu" and matrix.dtype == _TYPES[stored[name].dtype]
+            for places, rows in held_rows(tensors[name], stored[name], shard, matrix if is_direct else None):
+                values = rows.to(matrix.device, matrix.dtype)
                 check(str(stored[name].file), {name: values})
-                shard.matrix()[places] = values
+                if not isinstance(places, slice):
+                    matrix.index_copy_(0, places.to(matrix.device), values)
+                elif not is_direct:
+                    matrix[places] = values
 
 
-def held_rows(tensor: FileTensor, stored: StoredTensor, shard: Shard) -> Iterator[tuple[slice | Tensor, Tensor]]:
+def held_rows(
+    tensor: FileTensor, stored: StoredTensor, shard: Shard, target: Tensor | None = None
+) -> Iterator[tuple[slice | Tensor, Tensor]]:
     """Read the rows that ``shard`` holds, and no others, some at a time: their places in `Shard.matrix`, and the rows,
-    which are overwritten by the next. Raises ConfigurationError for a file that ends early."""
+    which are overwritten by the next. ``target``: that matrix, if consecutive rows are to be read into it. Raises
+    ConfigurationError for a file that ends early."""
     dtype, width = _TYPES[stored.dtype], row_width(tensor.shape)
     buffer, row_bytes = torch.empty(0, width, dtype=dtype), width * dtype.itemsize
     with stored.file.open("rb", buffering=0) as content:
         for first, count, places in tensor.held_by(shard):
-            buffer = buffer if len(buffer) >= count else torch.empty(count, width, dtype=dtype)
+            if target is not None and isinstance(places, slice):
+                rows = target[places]
+            else:
+                buffer = buffer if len(buffer) >= count else torch.empty(count, width, dtype=dtype)
+                rows = buffer[:count]
             content.seek(stored.start + first * row_bytes)
-            if content.readinto(_bytes_of(buffer[:count])) != count * row_bytes:
+            if content.readinto(_bytes_of(rows)) != count * row_bytes:
                 raise ConfigurationError(f"{stored.file}: {tensor.name} is incomplete: the file is truncated")
-            yield places, buffer[:count]
+            yield places, rows
 
 
 def write_tensors(

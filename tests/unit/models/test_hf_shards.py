@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headway.models.hf.model import load_hf, stored_parts
-from headway.models.hf.shards import hf_tensors, load_hf_shards, meta_module, save_hf_shards
+from headway.models.hf.shards import fill_hf, hf_tensors, load_hf_shards, open_hf_on_meta
+from headway.models.run_model import save_configuration
 from headway.models.shards.row_map import RowNumbers
-from headway.models.shards.shard import shards_of
+from headway.models.shards.shard import by_name
+from headway.models.shards.tensor_files import write_model_files
 from headway.records.errors import ConfigurationError
 
 torch.set_num_threads(1)
@@ -36,8 +38,10 @@ def test_a_module_of_the_meta_device_is_filled_and_written_by_ranks(tmp_path: Pa
     tiny_hub.make_hub_model(tmp_path / "m", kind)
     model = load_hf(tmp_path / "m", "float32", "cpu")
     stored, ids = stored_parts(model.module), torch.arange(7)[None]
-    module = meta_module(tmp_path / "m", "float32").to_empty(device="cpu").eval()
-    load_hf_shards(tmp_path / "m", module, shards_of(stored_parts(module)))
+    empty = open_hf_on_meta(tmp_path / "m", "float32").to_empty(device="cpu")
+    fill_hf(empty, tmp_path / "m")
+    module = empty.module
+    assert empty.packs == model.packs
     assert all(torch.equal(part, stored[name]) for name, part in stored_parts(module).items())
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
     torch.testing.assert_close(module(ids).logits, expected(ids).logits, rtol=1e-5, atol=1e-6)  # buffers too
@@ -46,7 +50,8 @@ def test_a_module_of_the_meta_device_is_filled_and_written_by_ranks(tmp_path: Pa
         load_hf_shards(tmp_path / "m", module, shards)
         for shard, other in zip(shards, rank_shards(stored, rank, 3), strict=True):
             assert torch.equal(shard.tensor, other.tensor), shard.name
-        save_hf_shards(tmp_path / "w", model, shards, rank, 3, tmp_path / "m")
+        save_configuration(model, tmp_path / "w", tmp_path / "m")
+        write_model_files(tmp_path / "w", hf_tensors(module).values(), by_name(shards), rank, 3)
     written, source = in_files(tmp_path / "w"), in_files(tmp_path / "m")
     assert written.keys() == source.keys()
     assert all(torch.equal(written[name], source[name]) for name in source)
@@ -56,7 +61,7 @@ def test_a_module_of_the_meta_device_is_filled_and_written_by_ranks(tmp_path: Pa
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:
     tiny_hub.make_hub_model(tmp_path / "m", "Olmo2")
-    module = meta_module(tmp_path / "m", "float32")
+    module = open_hf_on_meta(tmp_path / "m", "float32").module
     tiny_hub.make_hub_model(tmp_path / "w", "Olmo2", num_hidden_layers=1)
     with pytest.raises(ConfigurationError, match=r"tensors missing: model.layers.1.*\(11 in all\)"):
         load_hf_shards(tmp_path / "w", module, [])
@@ -64,7 +69,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
 
 def test_a_tensor_that_mixes_rows_of_parameters_is_refused_by_name(tmp_path: Path) -> None:
     tiny_hub.make_hub_model(tmp_path / "m", "Olmo2")
-    assert len(hf_tensors(meta_module(tmp_path / "m", "float32"))) == 25
+    assert len(hf_tensors(open_hf_on_meta(tmp_path / "m", "float32").module)) == 25
     numbers = RowNumbers({"a.weight": torch.zeros(3, 4), "b.weight": torch.zeros(2, 4)})
     a, b = numbers.columns().values()
     assert numbers.locate("fine", a.flip(0)).rows.tolist() == [2, 1, 0]

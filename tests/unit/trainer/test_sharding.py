@@ -192,8 +192,6 @@ def test_a_planted_fault_is_found(folder: Path, fault: str) -> None:
     case, function, arguments = "plain", train, [1]
     if fault == "unequal_calls":
         case, function, arguments = "rows", padded_gradients, [PLANS["uneven"]]
-    if fault == "stale_parameters":
-        case = "adapter of transformers"
     experiment = experiment_of(folder, case, 4, dtype="bfloat16" if fault == "rounded_positions" else "float32")
 
     def call() -> list[Any]:

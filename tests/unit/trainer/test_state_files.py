@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headway.models.shards.shard import Shard
-from headway.records.errors import CheckpointCorrupt, StorageFailed
-from headway.trainer.checkpoints import CheckpointState, begin_folder, commit_folder, read_state, scratch_of, verify
-from headway.trainer.state_files import ShardSaver, StateFiles, write_state
+from headway.records.errors import CheckpointCorrupt
+from headway.trainer.checkpoints import CheckpointState, begin_folder, commit_folder, verify
+from headway.trainer.state_files import StateFiles, state_file, write_state
 
 SHAPES = {"embedding": (13, 4), "norm": (5,), "experts": (3, 4, 2), "one": (1, 6)}
 
@@ -169,48 +168,17 @@ def test_a_fault_is_named_and_nothing_is_loaded(tmp_path: Path, damage: Callable
     assert all((shard.tensor == 9.0).all() for shard in shards)
 
 
-def save_beside(target: Path, savers: list[ShardSaver], shards: list[list[Shard]], save: int) -> dict[str, str]:
-    """A save of two ranks, from its begin until the folder is committed."""
+def commit(target: Path, shards: list[list[Shard]], save: int) -> None:
+    """A save of ranks that have these shards."""
     folder = begin_folder(target)
-    (folder / "model").mkdir()
-    for rank, saver in enumerate(savers):
-
-        def write_weights(copies: list[Shard], rank: int = rank) -> None:
-            save_file({shard.name: shard.tensor for shard in copies}, folder / "model" / f"{rank}.safetensors")
-
-        weights = [shard for shard in shards[rank] if shard.name.startswith("weight/")]
-        saver.begin(folder, weights, shards[rank], save, write_weights)
-        for shard in shards[rank]:
-            shard.tensor.fill_(-1)  # the next step
-    checksums = {name: checksum for saver in savers for name, checksum in saver.complete().items()}
-    assert len(checksums) == len(savers)
-    for saver in savers:
-        checksums |= saver.weights_checksums("model")
-    commit_folder(target, CheckpointState(version=save), checksums)
-    return checksums
-
-
-def test_a_save_beside_the_next_step_has_the_state_from_before_it(tmp_path: Path) -> None:
-    target, savers = tmp_path / "checkpoints" / "step_00000003", [ShardSaver(rank, 2) for rank in range(2)]
-    shards = [shards_with_steps(random_state(SHAPES), rank, 2) for rank in range(2)]
-    expected = digest(shards)
-    checksums = save_beside(target, savers, shards, 3)
-    assert verify(target).files == checksums
-    assert sorted(checksums) == [
-        "model/0.safetensors", "model/1.safetensors", "state-1-of-2.safetensors", "state-2-of-2.safetensors",
-    ]  # fmt: skip
-    loaded = [shards_with_steps(random_state(SHAPES), 0, 1, fill=9.0)]
-    StateFiles(target).fill(loaded[0])
-    assert digest(loaded) == expected
-    weights = load_file(target / "model" / "1.safetensors")
-    assert torch.equal(weights["weight/embedding"], random_state(SHAPES)["weight/embedding"][7:])
-    for saver in savers:
-        saver.close()
+    checksums = [write_state(folder, rank_shards, rank, len(shards), save) for rank, rank_shards in enumerate(shards)]
+    names = [state_file(rank, len(shards)) for rank in range(len(shards))]
+    commit_folder(target, CheckpointState(version=save), dict(zip(names, checksums, strict=True)))
 
 
 def test_ranks_verify_a_share_of_the_files_each(tmp_path: Path) -> None:
-    target, savers = tmp_path / "checkpoints" / "step_00000003", [ShardSaver(rank, 2) for rank in range(2)]
-    save_beside(target, savers, [shards_with_steps(random_state(SHAPES), rank, 2) for rank in range(2)], 3)
+    target = tmp_path / "checkpoints" / "step_00000003"
+    commit(target, [shards_with_steps(random_state(SHAPES), rank, 2) for rank in range(2)], 3)
     file = target / "state-2-of-2.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -223,40 +191,6 @@ def test_ranks_verify_a_share_of_the_files_each(tmp_path: Path) -> None:
             messages.append(str(error))
     assert len(messages) == 1
     assert "state-2-of-2.safetensors: checksum" in messages[0]
-
-
-def test_begin_does_not_wait_for_the_disk_and_the_next_begin_does(tmp_path: Path) -> None:
-    saver, permit, written = ShardSaver(), threading.Event(), list[int]()
-    shards = shards_with_steps(random_state(SHAPES), 0, 1)
-
-    def slow(_: list[Shard]) -> None:
-        assert permit.wait(60)
-        written.append(1)
-
-    saver.begin(tmp_path, [], shards, 1, slow)
-    assert not written
-    permit.set()
-    saver.begin(tmp_path, [], shards, 2, lambda _: written.append(2))
-    assert saver.complete().keys() == {"state-1-of-1.safetensors"}
-    assert written == [1, 2]
-    saver.close()
-
-
-def test_a_full_disk_is_reported_when_the_save_is_completed_and_the_older_one_stays(tmp_path: Path) -> None:
-    target, saver = tmp_path / "checkpoints" / "step_00000003", ShardSaver()
-    shards = shards_with_steps(random_state(SHAPES), 0, 1)
-    save_beside(target, [saver], [shards], 3)
-
-    def full(_: list[Shard]) -> None:
-        raise OSError(28, "No space left on device")
-
-    saver.begin(begin_folder(target), [], shards, 4, full)
-    with pytest.raises(StorageFailed, match=r"step_00000003.tmp can't be written: .*No space left.*free some space"):
-        saver.complete()
-    assert read_state(target).version == 3
-    saver.begin(scratch_of(target), [], shards, 5, lambda _: None)
-    saver.complete()  # the next one is written
-    saver.close()
 
 
 def test_a_file_that_a_rank_wrote_elsewhere_is_missed_at_the_commit(tmp_path: Path) -> None:

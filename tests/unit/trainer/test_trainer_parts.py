@@ -140,7 +140,11 @@ def test_settings_of_a_step_are_its_own_and_the_next_has_the_runs(service: Any) 
     assert same(before, weights_of(trainer))
     assert (report.version, report.metrics["learning_rate"]) == (1, 0.0)
     still.version = 1
-    still.learner.load_optimiser_tensors(trainer.learner.optimiser_tensors())
+    states = (trainer.learner.optimiser.state[parameter] for parameter in trainer.learner.parameters)
+    still.learner.optimiser.state = {
+        parameter: {kind: values.clone() for kind, values in state.items()}
+        for parameter, state in zip(still.learner.parameters, states, strict=True)
+    }
     for one in (still, trainer):
         one.train_step(lay_out(make_batch(2, step=1)))
     assert same(weights_of(still), weights_of(trainer))
