@@ -139,7 +139,8 @@ def save_shards(
 def save_decoder_configuration(
     config: DecoderConfig, folder: Path, dtype: torch.dtype, tokenizer_source: str | Path | None = None
 ) -> None:
-    """Write config.json of a folder whose weights are ``dtype``, and copy the tokenizer files of ``tokenizer_source``."""
+    """Write config.json of a folder whose weights are ``dtype``, and copy the tokenizer files of
+    ``tokenizer_source``."""
     config_text = json.dumps(config.to_mapping(str(dtype).removeprefix("torch.")), indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(config_text + "\n", encoding="utf-8")
     if tokenizer_source is not None:

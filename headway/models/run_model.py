@@ -56,8 +56,8 @@ def open_model(
 def open_on_meta(
     chosen: ModelConfig, dtype: str | torch.dtype, path: str | Path | None = None
 ) -> tuple[PackedModel, Callable[[], None]]:
-    """The model in ``path``, as of `open_model`, on the meta device, and the function that reads its weights once it has
-    memory: of parameters that ranks divide this rank's rows alone. Both raise ConfigurationError."""
+    """The model in ``path``, as of `open_model`, on the meta device, and the function that reads its weights once it
+    has memory: of parameters that ranks divide this rank's rows alone. Both raise ConfigurationError."""
     folder = Path(path or chosen.path)
     if implementation_of(folder, chosen.implementation) == "headway":
         decoder = build(DecoderConfig.from_pretrained(folder), dtype, "meta")
@@ -69,8 +69,8 @@ def open_on_meta(
 
 
 def read_weights(model: PackedModel, path: str | Path) -> None:
-    """Overwrite the weights, of which ranks may have rows alone, with those of a model folder of the same shapes. Raises
-    ConfigurationError before any change, but for values that aren't finite."""
+    """Overwrite the weights, of which ranks may have rows alone, with those of a model folder of the same shapes.
+    Raises ConfigurationError before any change, but for values that aren't finite."""
     if isinstance(model, Decoder):
         config, shards = DecoderConfig.from_pretrained(path), folder_shards(model)
         present = {shard.name: torch.empty(shard.shape, device="meta") for shard in shards}
@@ -121,9 +121,7 @@ def open_base(chosen: ModelConfig, dtype: torch.dtype, device: torch.device) -> 
     return model if chosen.adapter is None else model.requires_grad_(False)
 
 
-def open_policy_adapter(
-    model: PackedModel, chosen: ModelConfig, device: torch.device, seed: int
-) -> Lora | HfAdapter:
+def open_policy_adapter(model: PackedModel, chosen: ModelConfig, device: torch.device, seed: int) -> Lora | HfAdapter:
     """The adapter that is trained with the frozen ``model``, which computes with it, in float32. ``seed``: of a new
     adapter's weights. Raises ConfigurationError."""
     assert chosen.adapter is not None

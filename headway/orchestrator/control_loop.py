@@ -165,7 +165,7 @@ class RateControl:
         measured, a change of placement costs a checkpoint and the start of all actors."""
         run, limits = self._run, self._limits
         worker_limit = max(limits.least_verifiers, min(limits.most_verifiers, run.verifier.max_workers()))
-        restart_s = run.start_s + max(record.checkpoint_s for record in self._records)
+        restart_s = run.start_s + run.state.checkpoint_s
         move_cost_s = run.state.moved.cost_s if run.state.moved else restart_s
         switch_costs = {"verifier_workers": run.verifier.start_s, "devices": move_cost_s}
         return msgspec.structs.replace(limits, most_verifiers=worker_limit, switch_s=switch_costs)

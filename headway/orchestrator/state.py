@@ -88,6 +88,7 @@ class RunState:
     draining: bool = False  # admission is closed: the run is ending
     update: asyncio.Task[None] | None = None  # the weight update under way
     checkpoint: asyncio.Task[None] | None = None  # that is written beside the steps
+    checkpoint_s: float = 0.0  # the longest time from a checkpoint's begin until it was durable
     trainer_death: WorkerDied | None = None  # noticed beside the steps: it is replaced before its next call
     applying: bool = False  # a version of the weights is being applied
     untrained_groups: int = 0  # ended untrained since a group was last accepted

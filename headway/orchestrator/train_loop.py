@@ -370,8 +370,9 @@ class TrainLoop:
             run.buffer.release_covered(version_of(kept_folders[0]))
             if run.prompts.pictures is not None:
                 run.prompts.pictures.remove_unneeded(read_pixels(run.buffer.path))
-        seconds = round(run.clock.now() - started_s, 3)
-        run.event("checkpoint", f"version {version_of(Path(path))}", seconds=seconds)
+        seconds = run.clock.now() - started_s
+        run.state.checkpoint_s = max(run.state.checkpoint_s, seconds)
+        run.event("checkpoint", f"version {version_of(Path(path))}", seconds=round(seconds, 3))
 
 
 def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> dict[str, object]:

@@ -142,8 +142,8 @@ class Trainer(Protocol):
     async def save_checkpoint(
         self, path: str, consumed: dict[int, list[int]], before_commit: Callable[[], None] = lambda: None
     ) -> CheckpointInfo:
-        """Write the checkpoint of `begin_checkpoint` atomically, beside the trainer's other calls; the present state, if
-        it wasn't called with ``path``. ``before_commit`` is called when all but the last step is on disk; its error
+        """Write the checkpoint of `begin_checkpoint` atomically, beside the trainer's other calls; the present state,
+        if it wasn't called with ``path``. ``before_commit`` is called when all but the last step is on disk; its error
         keeps the checkpoint from being one. Raises StorageFailed; the older checkpoints are then kept."""
         ...
 

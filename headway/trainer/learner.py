@@ -376,8 +376,8 @@ class Learner:
             return folder_tensors(self.model), folder_shards(self.model)
 
     def write_folder(self, path: str | Path) -> None:
-        """Write a model folder without the tensors of `stored_rows`: configuration and tokenizer; or all of the adapter,
-        in float32. Not atomic."""
+        """Write a model folder without the tensors of `stored_rows`: configuration and tokenizer; or all of the
+        adapter, in float32. Not atomic."""
         with self.masters.exposed():
             if self._writes_rows:
                 save_configuration(self.model, path, self._folder)

@@ -94,9 +94,7 @@ class ShardedModel:
         for unit in units:
             unit.unshard()
             complete = [
-                parameter
-                for parameter in unit.parameters()
-                if not is_divided(parameter) and parameter.requires_grad
+                parameter for parameter in unit.parameters() if not is_divided(parameter) and parameter.requires_grad
             ]
             if unit is self.model and any(parameter.dtype != torch.float32 for parameter in complete):
                 for parameter in complete:  # each chunk of logits adds to the gradients of embedding and head

@@ -39,8 +39,8 @@ class HfAdapter:
         seed: int,
         device: torch.device | None = None,
     ) -> None:
-        """``folder``: of the model. ``seed``: of a new adapter's weights. ``device``: of the matrices, if not that of the
-        model's weights. Raises ConfigurationError for settings that PEFT refuses for this architecture, and for an
+        """``folder``: of the model. ``seed``: of a new adapter's weights. ``device``: of the matrices, if not that of
+        the model's weights. Raises ConfigurationError for settings that PEFT refuses for this architecture, and for an
         adapter of another base."""
         if settings.dropout:
             raise ConfigurationError(f"model.adapter.dropout = {settings.dropout:g}: valid beside transformers: 0")

@@ -338,8 +338,8 @@ def load_hf(
 
 
 def with_interface(module: PreTrainedModel, config: HfConfig, folder: Path) -> HfModel:
-    """The model of a module, loaded from ``folder`` or to be filled from it. Raises ConfigurationError for a module that
-    can't be trained."""
+    """The model of a module, loaded from ``folder`` or to be filled from it. Raises ConfigurationError for a module
+    that can't be trained."""
     module.eval()  # without dropout: the policy that is trained is the one that sampled
     if getattr(module.config, "vision_config", None) and module.get_decoder() in (module, module.base_model):
         raise ConfigurationError(

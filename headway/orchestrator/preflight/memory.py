@@ -325,6 +325,8 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
             {"base": BASE_BYTES["trainer"]} | moved | _of_sets(sample_count * kept_set_bytes(experiment, model))
         )
         host_parts |= _of_grammars(experiment) if experiment.kept_sets else {}
+        if not experiment.run.offload and rank < trained_shards:  # the copy that is written beside the next steps
+            host_parts |= {"checkpoint": 12 * own_count}
         yield from _on_device(experiment, f"trainer-{rank}", device, device_parts, host_parts)
 
 

@@ -61,7 +61,9 @@ def test_a_checkpoint_beside_a_step_is_the_state_of_its_begin(folder: Path, tmp_
     writers = 1 if layout == "2 copies" else shards
     names = {file.name for file in path.glob("*.safetensors")}
     assert names == {f"state-{rank + 1}-of-{writers}.safetensors" for rank in range(writers)}
-    (one,) = processes(1).call(loaded, folder, experiment_of(folder, "plain"), str(path), str(tmp_path / "x" / "step_1"))
+    (one,) = processes(1).call(
+        loaded, folder, experiment_of(folder, "plain"), str(path), str(tmp_path / "x" / "step_1")
+    )
     assert one["state"].keys() == states[0].keys()
     assert all(np.array_equal(values, states[0][name]) for name, values in one["state"].items())
 
@@ -76,7 +78,9 @@ def test_the_model_folder_of_four_ranks_equals_its_source(folder: Path, tmp_path
     assert len(list(target.glob("model-*.safetensors"))) > 1
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
-    modules = [transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (source, target)]
+    modules = [
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (source, target)
+    ]
     ids = torch.arange(7)[None]
     assert torch.equal(*(module.eval()(ids).logits for module in modules))
     if case != "transformers":
