@@ -141,6 +141,7 @@ def save_decoder_configuration(
 ) -> None:
     """Write config.json of a folder whose weights are ``dtype``, and copy the tokenizer files of
     ``tokenizer_source``."""
+    folder.mkdir(parents=True, exist_ok=True)
     config_text = json.dumps(config.to_mapping(str(dtype).removeprefix("torch.")), indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(config_text + "\n", encoding="utf-8")
     if tokenizer_source is not None:

@@ -72,44 +72,26 @@ def read_weights(model: PackedModel, path: str | Path) -> None:
     """Overwrite the weights, of which ranks may have rows alone, with those of a model folder of the same shapes.
     Raises ConfigurationError before any change, but for values that aren't finite."""
     if isinstance(model, Decoder):
-        config, shards = DecoderConfig.from_pretrained(path), folder_shards(model)
-        present = {shard.name: torch.empty(shard.shape, device="meta") for shard in shards}
-        checked(present, weights_of(build(config, "float32", "meta")))
-        load_shards(path, config, shards)
+        config, parameters = DecoderConfig.from_pretrained(path), weights_of(model)
+        checked(parameters, weights_of(build(config, "float32", "meta")))
+        load_shards(path, config, shards_of(parameters))
         return
     from headway.models.hf.shards import load_hf_shards
 
-    load_hf_shards(path, cast("HfModel", model).module, folder_shards(model))
+    load_hf_shards(path, cast("HfModel", model).module, folder_rows(model)[1])
 
 
-def folder_tensors(model: PackedModel) -> dict[str, FileTensor]:
-    """The tensors of the model's folder, by name, as rows of `folder_shards`. Raises ConfigurationError for a model of
-    transformers that has a tensor made otherwise."""
+def folder_rows(model: PackedModel) -> tuple[dict[str, FileTensor], list[Shard]]:
+    """The tensors of the model's folder, by name, and this rank's rows of the parameters and buffers that they are made
+    of, in the model's memory. Raises ConfigurationError for a model of transformers that has a tensor made
+    otherwise."""
     if isinstance(model, Decoder):
-        return decoder_tensors(model.config)
+        return decoder_tensors(model.config), shards_of(weights_of(model))
+    from headway.models.hf.model import stored_parts
     from headway.models.hf.shards import hf_tensors
 
-    return hf_tensors(cast("HfModel", model).module)
-
-
-def folder_shards(model: PackedModel) -> list[Shard]:
-    """This rank's rows of the parameters, and of the buffers, that the model's folder has, in their own memory."""
-    if isinstance(model, Decoder):
-        return shards_of(weights_of(model))
-    from headway.models.hf.model import stored_parts
-
-    return shards_of(stored_parts(cast("HfModel", model).module))
-
-
-def save_configuration(model: PackedModel, path: str | Path, source: str | Path) -> None:
-    """Write configuration and tokenizer of a model folder whose weights are float32, into the folder ``path``.
-    ``source``: the folder that the model was loaded from."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, Decoder):
-        save_decoder_configuration(model.config, folder, torch.float32, source)
-    else:
-        cast("HfModel", model).save_configuration(folder, source)
+    module = cast("HfModel", model).module
+    return hf_tensors(module), shards_of(stored_parts(module))
 
 
 def open_base(chosen: ModelConfig, dtype: torch.dtype, device: torch.device) -> PackedModel:
@@ -126,7 +108,10 @@ def open_policy_adapter(model: PackedModel, chosen: ModelConfig, device: torch.d
     adapter's weights. Raises ConfigurationError."""
     assert chosen.adapter is not None
     if not isinstance(model, Decoder):
-        return open_hf_adapter(model, chosen.path, chosen.adapter, seed, device)
+        adapter = open_hf_adapter(model, chosen.path, chosen.adapter, seed)
+        for parameter in adapter.parameters.values():  # of a rank whose weights are in host memory
+            parameter.data = parameter.data.to(device)
+        return adapter
     lora = open_adapter(chosen.path, model.config, chosen.adapter, seed=seed, device=device)
     lora.quantization = chosen.quantization
     lora.dropout.rate = chosen.adapter.dropout
@@ -134,17 +119,15 @@ def open_policy_adapter(model: PackedModel, chosen: ModelConfig, device: torch.d
     return lora
 
 
-def open_hf_adapter(
-    model: PackedModel, folder: str | Path, settings: AdapterConfig, seed: int, device: torch.device | None = None
-) -> HfAdapter:
-    """Put PEFT's adapter modules into a transformers model, loaded from ``folder``. ``device``: of the matrices, if not
-    that of the model's weights. Raises ConfigurationError, also if PEFT isn't installed."""
+def open_hf_adapter(model: PackedModel, folder: str | Path, settings: AdapterConfig, seed: int) -> HfAdapter:
+    """Put PEFT's adapter modules into a transformers model, loaded from ``folder``. Raises ConfigurationError, also if
+    PEFT isn't installed."""
     import_extra("peft", "transformers", "model.adapter beside a model of transformers")
     from headway.models.hf.adapter import HfAdapter
     from headway.models.hf.model import HfModel
 
     assert isinstance(model, HfModel)
-    return HfAdapter(model, folder, settings, seed, device)
+    return HfAdapter(model, folder, settings, seed)
 
 
 def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) -> None:
@@ -169,20 +152,28 @@ def merge_folders(model: str | Path, adapter: str | Path, output: str | Path) ->
         flush(target.parent)
 
 
-def save_policy(model: PackedModel, adapter: Lora | HfAdapter | None, path: str | Path, source: str | Path) -> None:
+def save_policy(
+    model: PackedModel,
+    adapter: Lora | HfAdapter | None,
+    path: str | Path,
+    source: str | Path,
+    *,
+    by_rows: bool = False,
+) -> None:
     """Write the adapter alone, or ``model`` with the tokenizer of its folder ``source``, into the folder ``path``. Not
-    atomic: callers write into a scratch folder and rename it."""
+    atomic: callers write into a scratch folder and rename it. ``by_rows``: without the tensors of `folder_rows`, which
+    will be float32."""
     if isinstance(adapter, Lora):
         save_adapter(adapter, path, source)
     elif adapter is not None:
         adapter.save(path)
     elif isinstance(model, Decoder):
-        save_model(model, path, source)
+        if by_rows:
+            save_decoder_configuration(model.config, Path(path), torch.float32, source)
+        else:
+            save_model(model, path, source)
     else:
-        from headway.models.hf.model import HfModel
-
-        assert isinstance(model, HfModel)
-        model.save(path, source)
+        cast("HfModel", model).save(path, source, by_rows=by_rows)
 
 
 def load_into(adapter: Lora | HfAdapter, model: PackedModel, path: str | Path, base: str | Path) -> None:

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -314,20 +313,8 @@ class TrainLoop:
             self._evaluations.start(weights.version, self._updates)
 
     async def _checkpoint_if_due(self) -> None:
-        """Take a copy of the trainer's state if a checkpoint is due, which is written beside the next steps. With
-        `run.offload` it is written at once, in the trainer's device turn."""
-        run = self._run
-        version, started_s = run.state.version, run.clock.now()
-        if version % run.experiment.checkpoint.every_steps:
-            return
-        if run.memory is not None:
-            await self.checkpoint()
-            return
-        path, consumed = await self._next_checkpoint()
-        await call_with_restart(run, lambda: run.trainer.begin_checkpoint(path, consumed), version)
-        run.meter.checkpointed(run.clock.now() - started_s)
-        work = self._complete_checkpoint(path, consumed, started_s)
-        run.state.checkpoint = self._updates.create_task(work, name=f"checkpoint-{version}")
+        if self._run.state.version % self._run.experiment.checkpoint.every_steps == 0:
+            await self.checkpoint(beside=self._run.memory is None)
 
     async def ensure_checkpoint(self) -> None:
         """Return when there is a checkpoint of the present version."""
@@ -335,36 +322,37 @@ class TrainLoop:
         if not checkpoint_path(self._run.directory, self._run.state.version).exists():
             await self.checkpoint()
 
-    async def checkpoint(self) -> None:
-        """Write a checkpoint of the present version."""
-        run, started_s = self._run, self._run.clock.now()
-        path, consumed = await self._next_checkpoint()
-        save = partial(run.trainer.save_checkpoint, path, consumed, run.buffer.make_durable)
-        await call_with_restart(run, save, run.state.version)
-        self._release_covered(path, started_s)
-        run.meter.checkpointed(run.clock.now() - started_s)
-
-    async def _next_checkpoint(self) -> tuple[str, dict[int, list[int]]]:
-        """The path of the present version's checkpoint, and its consumed groups, once it may be written."""
+    async def checkpoint(self, *, beside: bool = False) -> None:
+        """Write a checkpoint of the present version, then release the payloads that the oldest kept one covers.
+        ``beside``: from a copy of the trainer's state, beside the next steps."""
         run = self._run
+        version, started_s = run.state.version, run.clock.now()
         await run.state.finish_checkpoint()
         run.buffer.make_durable()  # no checkpoint is ever ahead of the log
         await run.replicated()
-        return str(checkpoint_path(run.directory, run.state.version)), run.buffer.consumed()
+        saved = str(checkpoint_path(run.directory, version)), run.buffer.consumed()
+        save = partial(run.trainer.save_checkpoint, *saved, run.buffer.make_durable)
+        if beside:
+            await call_with_restart(run, lambda: run.trainer.begin_checkpoint(*saved), version)
+            work = self._complete_checkpoint(save, version, started_s)
+            run.state.checkpoint = self._updates.create_task(work, name=f"checkpoint-{version}")
+        else:
+            await call_with_restart(run, save, version)
+            self._release_covered(version, started_s)
+        run.meter.checkpointed(run.clock.now() - started_s)
 
-    async def _complete_checkpoint(self, path: str, consumed: dict[int, list[int]], started_s: float) -> None:
+    async def _complete_checkpoint(self, save: Callable[[], Awaitable[Any]], version: int, started_s: float) -> None:
         """Write the checkpoint whose state is copied. If the trainer dies meanwhile, the one before stays, and the
         trainer is replaced before its next call."""
-        run = self._run
         try:
-            await run.trainer.save_checkpoint(path, consumed, run.buffer.make_durable)
+            await save()
         except WorkerDied as death:
-            run.state.trainer_death = death
+            self._run.state.trainer_death = death
             return
-        self._release_covered(path, started_s)
+        self._release_covered(version, started_s)
 
-    def _release_covered(self, path: str, started_s: float) -> None:
-        """Release the payloads that the oldest kept checkpoint covers, now that the one at ``path`` is durable."""
+    def _release_covered(self, version: int, started_s: float) -> None:
+        """Release the payloads that the oldest kept checkpoint covers, now that the one of ``version`` is durable."""
         run, kept_folders = self._run, find_checkpoints(self._run.directory)
         if kept_folders:
             run.buffer.release_covered(version_of(kept_folders[0]))
@@ -372,7 +360,7 @@ class TrainLoop:
                 run.prompts.pictures.remove_unneeded(read_pixels(run.buffer.path))
         seconds = run.clock.now() - started_s
         run.state.checkpoint_s = max(run.state.checkpoint_s, seconds)
-        run.event("checkpoint", f"version {version_of(Path(path))}", seconds=round(seconds, 3))
+        run.event("checkpoint", f"version {version}", seconds=round(seconds, 3))
 
 
 def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> dict[str, object]:

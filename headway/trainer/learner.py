@@ -29,15 +29,13 @@ from headway.models.kernels import target_logprobs
 from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.packed_model import PackedModel
 from headway.models.run_model import (
-    folder_shards,
-    folder_tensors,
+    folder_rows,
     load_into,
     open_base,
     open_model,
     open_on_meta,
     open_policy_adapter,
     read_weights,
-    save_configuration,
     save_policy,
     without_adapter,
 )
@@ -373,16 +371,13 @@ class Learner:
         if not self._writes_rows:
             return {}, []
         with self.masters.exposed():
-            return folder_tensors(self.model), folder_shards(self.model)
+            return folder_rows(self.model)
 
     def write_folder(self, path: str | Path) -> None:
         """Write a model folder without the tensors of `stored_rows`: configuration and tokenizer; or all of the
         adapter, in float32. Not atomic."""
         with self.masters.exposed():
-            if self._writes_rows:
-                save_configuration(self.model, path, self._folder)
-            else:
-                save_policy(self.model, self.lora, path, self._folder)
+            save_policy(self.model, self.lora, path, self._folder, by_rows=self._writes_rows)
 
     def optimiser_shards(self, state: OptimiserState | None = None) -> list[Shard]:
         """This rank's rows of AdamW's ``state`` (default: the present one), named ``KIND/PARAMETER``, in its memory;

@@ -398,7 +398,8 @@ def _installation(experiment: Experiment) -> dict[str, str]:
     for package in ("transformers", "peft"):
         with suppress(PackageNotFoundError):
             facts[package] = version(package)
-    return facts | {"model.path": base_digest(experiment.model.path)}
+    folders = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
+    return facts | {key: base_digest(folder) for key, folder in folders.items() if folder}
 
 
 def use_device(device: Any) -> torch.device:

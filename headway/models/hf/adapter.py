@@ -31,17 +31,9 @@ class HfAdapter:
 
     quantization: Quantization | None = None  # of the base: none
 
-    def __init__(
-        self,
-        model: HfModel,
-        folder: str | Path,
-        settings: AdapterConfig,
-        seed: int,
-        device: torch.device | None = None,
-    ) -> None:
-        """``folder``: of the model. ``seed``: of a new adapter's weights. ``device``: of the matrices, if not that of
-        the model's weights. Raises ConfigurationError for settings that PEFT refuses for this architecture, and for an
-        adapter of another base."""
+    def __init__(self, model: HfModel, folder: str | Path, settings: AdapterConfig, seed: int) -> None:
+        """``folder``: of the model. ``seed``: of a new adapter's weights. Raises ConfigurationError for settings that
+        PEFT refuses for this architecture, and for an adapter of another base."""
         if settings.dropout:
             raise ConfigurationError(f"model.adapter.dropout = {settings.dropout:g}: valid beside transformers: 0")
         self.dropout = Dropout()
@@ -56,8 +48,6 @@ class HfAdapter:
         self._peft.eval()
         named = self._peft.named_parameters()
         self.parameters: dict[str, nn.Parameter] = {name: param for name, param in named if param.requires_grad}
-        for parameter in self.parameters.values():
-            parameter.data = parameter.data.to(device or parameter.device)
 
     def weights(self) -> dict[str, Tensor]:
         """The published weights: every matrix by name, without copying."""

@@ -9,7 +9,7 @@ import copy
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -246,27 +246,20 @@ class HfModel(PackedModel):
         """The tensors that `save` writes, by their names in the loaded folder; a tied tensor occurs once."""
         return revert_weight_conversion(self.module, stored_parts(self.module))
 
-    def save(self, path: str | Path, source: str | Path | None = None) -> None:
+    def save(self, path: str | Path, source: str | Path | None = None, *, by_rows: bool = False) -> None:
         """Write the folder ``path`` so that transformers and `load_hf` can read it. Not atomic: callers write into a
-        scratch folder and rename it. ``source``: a model folder whose tokenizer and code are copied too."""
-        folder = Path(path)
+        scratch folder and rename it. ``source``: a model folder whose tokenizer and code are copied too. ``by_rows``:
+        without the weights, which will be float32."""
+        folder, config = Path(path), self.module.config
         folder.mkdir(parents=True, exist_ok=True)
-        self.save_configuration(folder, source, self.module.save_pretrained)
-
-    def save_configuration(
-        self, folder: Path, source: str | Path | None, save: Callable[[Path], None] | None = None
-    ) -> None:
-        """Write the configuration of float32 weights alone, or with what ``save`` adds, and copy tokenizer and code of
-        ``source``."""
-        config = self.module.config
         if self._router_logits:
             config.output_router_logits = True
         try:
-            if save is None:
-                (written := copy.deepcopy(config)).dtype = "float32"
-                written.save_pretrained(folder)
+            if by_rows:
+                (written_config := copy.deepcopy(config)).dtype = torch.float32
+                written_config.save_pretrained(folder)
             else:
-                save(folder)
+                self.module.save_pretrained(folder)
         finally:
             if self._router_logits:
                 config.output_router_logits = False

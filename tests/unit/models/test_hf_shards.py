@@ -14,7 +14,6 @@ from torch import Tensor
 
 from headway.models.hf.model import load_hf, stored_parts
 from headway.models.hf.shards import fill_hf, hf_tensors, load_hf_shards, open_hf_on_meta
-from headway.models.run_model import save_configuration
 from headway.models.shards.row_map import RowNumbers
 from headway.models.shards.shard import by_name
 from headway.models.shards.tensor_files import write_model_files
@@ -50,7 +49,7 @@ def test_a_module_of_the_meta_device_is_filled_and_written_by_ranks(tmp_path: Pa
         load_hf_shards(tmp_path / "m", module, shards)
         for shard, other in zip(shards, rank_shards(stored, rank, 3), strict=True):
             assert torch.equal(shard.tensor, other.tensor), shard.name
-        save_configuration(model, tmp_path / "w", tmp_path / "m")
+        model.save(tmp_path / "w", tmp_path / "m", by_rows=True)
         write_model_files(tmp_path / "w", hf_tensors(module).values(), by_name(shards), rank, 3)
     written, source = in_files(tmp_path / "w"), in_files(tmp_path / "m")
     assert written.keys() == source.keys()
