@@ -141,10 +141,11 @@ class FolderSaver:
             return {str(file.relative_to(folder)): checksum_of(file) for file in share}
 
     def _commit(self, checksums: Mapping[str, str]) -> int:
-        saved, self._saved = self._saved, None
+        saved = self._saved
         assert saved is not None, "begun before"
         with _reporting(saved.path):
             commit_folder(saved.path, saved.state, checksums)
+            self._saved = None
             if saved.kept_checkpoints:
                 keep_last(Path(saved.path).parent.parent, saved.kept_checkpoints)
         return saved.state.version
