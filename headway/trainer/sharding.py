@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError
@@ -52,7 +53,8 @@ class ShardedModel:
         assert ranks.mesh is not None
         on_gpu = device.type == "cuda"
         options: dict[str, Any] = {
-            "mesh": ranks.mesh["shards"],
+            # By this name PEFT knows that modules compute with complete matrices.
+            "mesh": DeviceMesh.from_group(ranks.mesh.get_group("shards"), device.type, mesh_dim_names=("fsdp",)),
             # Positions must not be rounded, as casting a layer's inputs would.
             "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if in_host_memory else OffloadPolicy(),
