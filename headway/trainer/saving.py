@@ -128,6 +128,7 @@ class FolderSaver:
         with _reporting(saved.path):
             if tensors:
                 write_model_files(folder / saved.weights_folder, tensors.values(), by_name(weights), rank, ranks)
+            weights.clear()  # frees their copies
             if not saved.has_optimiser:
                 return {}
             return {state_file(rank, ranks): write_state(folder, state, rank, ranks, saved.state.version)}

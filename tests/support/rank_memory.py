@@ -16,28 +16,23 @@ from headway.trainer import learner
 from headway.trainer.service import TrainerService
 
 
-def anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
-def read_bytes() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1])  # rchar
+def anonymous_bytes(status: str) -> int:
+    return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
 
 
 class MeasuredTrainer(TrainerService):
     """The worker's class."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._peak_bytes, self._read_bytes = anonymous_bytes(), 0
+        self._peak_bytes = self._read_bytes = self._sampled_bytes = 0
         threading.Thread(target=self._sample, daemon=True).start()
         opened, divided = learner.open_base, learner.Learner._open_divided
 
         def counted(open_model: Any) -> Any:
             def call(*arguments: Any, **options: Any) -> PackedModel:
-                started_bytes = read_bytes()
+                started_bytes = self._bytes_read()
                 model = open_model(*arguments, **options)
-                self._read_bytes = read_bytes() - started_bytes
+                self._read_bytes = self._bytes_read() - started_bytes
                 return model
 
             return call
@@ -50,8 +45,13 @@ class MeasuredTrainer(TrainerService):
 
     def _sample(self) -> None:
         while True:
-            self._peak_bytes = max(self._peak_bytes, anonymous_bytes())
+            status = Path("/proc/self/status").read_text()
+            self._sampled_bytes += len(status)
+            self._peak_bytes = max(self._peak_bytes, anonymous_bytes(status))
             time.sleep(0.001)
+
+    def _bytes_read(self) -> int:
+        return int(Path("/proc/self/io").read_text().split()[1]) - self._sampled_bytes  # rchar
 
     def measured(self) -> tuple[int, int]:
         """The largest anonymous memory since the start, and the bytes read to load the model."""

@@ -106,7 +106,7 @@ def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
     weights = learner.weights()
     named = zip(learner.masters.trained(), tensors, strict=True)
     if learner._trains_rows:
-        return {name: learner.ranks.all_rows(own, len(weights[name])).numpy().copy() for name, own in named}
+        return {name: learner.ranks.all_rows(own.detach(), len(weights[name])).numpy().copy() for name, own in named}
     return {name: tensor.detach().numpy().copy() for name, tensor in named}
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -144,7 +144,8 @@ def write_model_files(
 
 
 def _bytes_of(rows: Tensor) -> memoryview:
-    return memoryview(cast("Any", rows.view(torch.uint8).numpy())).cast("B")
+    """A host tensor's memory, without NumPy, which would keep its storage from being emptied (`models/offload.py`)."""
+    return memoryview((ctypes.c_char * rows.nbytes).from_address(rows.data_ptr())).cast("B")
 
 
 def _write(descriptor: int, content: bytes | memoryview, offset: int) -> None:
