@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headway.models.configuration import DecoderConfig
 from headway.models.decoder import Decoder
@@ -32,11 +32,11 @@ class FileTensor(NamedTuple):
     parameter: str
     rows: np.ndarray[Any, Any]  # int64: the number of each row in the parameter
 
-    def held_by(self, shard: Shard) -> Iterator[tuple[int, int, slice | Tensor]]:
-        """Yield the first row and the number of rows of each run of this tensor's rows that ``shard`` holds, and their
-        places in `Shard.matrix`."""
+    def held_by(self, shard: Shard, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[int, int, slice | Tensor]]:
+        """Yield the first row and the number of rows of each run of this tensor's rows that ``shard`` holds, of about
+        ``chunk_bytes`` at most, and their places in `Shard.matrix`."""
         held = np.flatnonzero((self.rows >= shard.first) & (self.rows < shard.first + shard.rows))
-        chunk_rows = max(1, _CHUNK_BYTES // (4 * row_width(self.shape)))
+        chunk_rows = max(1, chunk_bytes // (4 * row_width(self.shape)))
         for run in np.split(held, np.flatnonzero(np.diff(held) != 1) + 1):
             for start in range(0, len(run), chunk_rows):
                 file_rows = run[start : start + chunk_rows]
@@ -81,8 +81,10 @@ def decoder_tensors(config: DecoderConfig, stored: Collection[str] = ()) -> dict
     parameters = dict(twin.named_parameters())
     numbers = RowNumbers(parameters)
     columns = numbers.columns()
-    wide = {name: column.expand(parameters[name].shape) for name, column in columns.items()}  # takes no more memory
-    twin.load_state_dict(wide, assign=True)
+    for name, column in columns.items():  # expanded, a column takes no more memory
+        module_name, _, parameter_name = name.rpartition(".")
+        wide = nn.Parameter(column.expand(parameters[name].shape), requires_grad=False)
+        twin.get_submodule(module_name)._parameters[parameter_name] = wide
     entries = {entry.name: entry for entry in hugging_face_entries(twin)}
     for fused_entry, replaced_names in fused_expert_entries(twin):
         if fused_entry.name in stored:

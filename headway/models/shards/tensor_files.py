@@ -48,38 +48,36 @@ def fill(
 ) -> None:
     """Read the rows that ``shards`` (by parameter) hold, cast to their dtype, tensor by tensor as the files have them.
     ``check`` is called for values by name. Raises ConfigurationError as `held_rows` does."""
-    for name in sorted(tensors, key=lambda name: (stored[name].file, stored[name].start)):
+    for name in sorted(tensors, key=lambda name: (str(stored[name].file), stored[name].start)):
         for shard in shards.get(tensors[name].parameter, ()):
             matrix = shard.matrix()
-            is_direct = matrix.device.type == "cpu" and matrix.dtype == _TYPES[stored[name].dtype]
-            for places, rows in held_rows(tensors[name], stored[name], shard, matrix if is_direct else None):
-                values = rows.to(matrix.device, matrix.dtype)
-                check(str(stored[name].file), {name: values})
-                if not isinstance(places, slice):
+            for places, rows in held_rows(tensors[name], stored[name], shard):
+                if isinstance(places, slice):
+                    values = matrix[places].copy_(rows)
+                else:
+                    values = rows.to(matrix.device, matrix.dtype)
                     matrix.index_copy_(0, places.to(matrix.device), values)
-                elif not is_direct:
-                    matrix[places] = values
+                check(str(stored[name].file), {name: values})
 
 
-def held_rows(
-    tensor: FileTensor, stored: StoredTensor, shard: Shard, target: Tensor | None = None
-) -> Iterator[tuple[slice | Tensor, Tensor]]:
-    """Read the rows that ``shard`` holds, and no others, some at a time: their places in `Shard.matrix`, and the rows,
-    which are overwritten by the next. ``target``: that matrix, if consecutive rows are to be read into it. Raises
-    ConfigurationError for a file that ends early."""
+def held_rows(tensor: FileTensor, stored: StoredTensor, shard: Shard) -> Iterator[tuple[slice | Tensor, Tensor]]:
+    """Read the rows that ``shard`` holds, some at a time: their places in `Shard.matrix`, and the rows, which are
+    overwritten by the next. Of a shard of all rows they are a mapping of the file, which is faster; else no others are
+    read. Raises ConfigurationError for a file that ends early."""
     dtype, width = _TYPES[stored.dtype], row_width(tensor.shape)
-    buffer, row_bytes = torch.empty(0, width, dtype=dtype), width * dtype.itemsize
-    with stored.file.open("rb", buffering=0) as content:
+    buffer, row_bytes, content = torch.empty(0, width, dtype=dtype), width * dtype.itemsize, stored.content
+    if shard.tensor.numel() == prod(shard.shape) and content.ctypes.data % dtype.itemsize == 0 < len(content):
+        mapped = torch.frombuffer((ctypes.c_char * len(content)).from_address(content.ctypes.data), dtype=dtype)
+        for first, count, places in tensor.held_by(shard, 4 * shard.tensor.nbytes):
+            yield places, mapped.view(-1, width)[first : first + count]
+        return
+    with stored.file.open("rb", buffering=0) as file:
         for first, count, places in tensor.held_by(shard):
-            if target is not None and isinstance(places, slice):
-                rows = target[places]
-            else:
-                buffer = buffer if len(buffer) >= count else torch.empty(count, width, dtype=dtype)
-                rows = buffer[:count]
-            content.seek(stored.start + first * row_bytes)
-            if content.readinto(_bytes_of(rows)) != count * row_bytes:
+            buffer = buffer if len(buffer) >= count else torch.empty(count, width, dtype=dtype)
+            file.seek(stored.start + first * row_bytes)
+            if file.readinto(_bytes_of(buffer[:count])) != count * row_bytes:
                 raise ConfigurationError(f"{stored.file}: {tensor.name} is incomplete: the file is truncated")
-            yield places, rows
+            yield places, buffer[:count]
 
 
 def write_tensors(
