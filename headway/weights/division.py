@@ -41,10 +41,11 @@ class Division:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], extents_by_rank: Sequence[Iterable[Extent]], nodes: Sequence[str]
+        self, blocks: Sequence[Block], size: int, extents_by_rank: Sequence[Iterable[Extent]], nodes: Sequence[str]
     ) -> None:
-        """``nodes``: of each rank. Raises ValueError unless the extents cover each tensor exactly once."""
-        self._blocks, self._nodes = blocks, nodes
+        """``size``: of the payload. ``nodes``: of each rank. Raises ValueError unless the extents cover each tensor
+        exactly once."""
+        self._blocks, self._size, self._nodes = blocks, size, nodes
         parts = [(extent, rank) for rank, extents in enumerate(extents_by_rank) for extent in extents]
         parts = sorted(part for part in parts if part[0].first < part[0].last)
         _require_cover(blocks, [extent for extent, _ in parts])
@@ -79,8 +80,7 @@ class Division:
 
     def _joined(self, chosen: Sequence[bool]) -> list[Range]:
         """The ranges of the chosen blocks, each up to the beginning of the next block."""
-        starts = [block.first for block in self._blocks]
-        bounds = list(pairwise([*starts, self._blocks[-1].last])) if starts else []
+        bounds = pairwise([*(block.first for block in self._blocks), self._size])
         runs = groupby(zip(bounds, chosen, strict=True), key=lambda pair: pair[1])
         spans = [[bound for bound, _ in run] for is_chosen, run in runs if is_chosen]
         return [(span[0][0], span[-1][1]) for span in spans]

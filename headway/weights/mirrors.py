@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -66,13 +66,14 @@ class Mirrors:
                 self._chains.pop(old_key[0], None)
         return await asyncio.shield(task)
 
-    async def problems(self, nodes: Iterable[str]) -> list[str]:
-        """List what keeps ``nodes`` from fetching, each from the trainer's machine and from the node before it."""
+    async def problems(self, nodes: Iterable[str], publishers: Sequence[str] = ()) -> list[str]:
+        """List what keeps ``nodes`` from fetching, each from the trainer's machine, from ``publishers``, where its other
+        ranks publish a part, and from the node before it."""
         failures, node_names = list[str](), list(dict.fromkeys((self._origin, *nodes)))
         if node_names[1:]:  # start them together; failures are found below
             await asyncio.gather(*map(self._mirror, node_names), return_exceptions=True)
         for previous_node, reader in pairwise(node_names):
-            for source in dict.fromkeys((self._origin, previous_node)):
+            for source in dict.fromkeys((self._origin, *publishers, previous_node)):
                 try:
                     (_, address), (mirror_worker, _) = await self._mirror(source), await self._mirror(reader)
                     why = await mirror_worker.call("problem_with", address, timeout_s=_START_S)

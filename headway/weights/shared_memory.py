@@ -95,7 +95,7 @@ class Publisher:
         started_s, writers = time.perf_counter(), self._writers
         layout = Layout.of(rows, self._dtype, "lanes" if self._exports else "xxh3")
         extents = layout.extents(rows)
-        division = Division(layout.blocks, writers.all_gather(extents), writers.nodes)
+        division = Division(layout.blocks, layout.payload_size, writers.all_gather(extents), writers.nodes)
         try:
             slot, paths = self._common_slot(layout, division)
         except torch.OutOfMemoryError:  # a slot on the device stays until its turn to be replaced

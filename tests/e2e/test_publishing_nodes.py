@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 from node_processes import KEY, joined_nodes
 from tiny_trainer import make_batch, make_experiment, make_model
-from worker_processes import run
 
 from headway.config.load import validate_experiment
 from headway.runtime.clock import RealClock
@@ -18,7 +18,7 @@ from headway.trainer.client import TrainerClient
 from headway.weights.mirrors import Mirrors
 from headway.weights.shared_memory import Subscriber
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 async def published(folder: Path, nodes: Any, devices: list[str], run_id: str, mirrors: Mirrors | None) -> Any:
@@ -61,4 +61,4 @@ def test_every_node_reads_what_ranks_on_two_nodes_publish(tmp_path: Path) -> Non
             assert len(copies) == 3
             assert all(torch.equal(copies[0][name], copy[name]) for copy in copies for name in copies[0])
 
-    run(main)
+    asyncio.run(main())

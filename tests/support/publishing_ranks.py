@@ -60,7 +60,8 @@ def killed_in(mesh: Mesh, experiment: dict[str, Any], rank: int, moment: str) ->
 
         def half(layout: Layout, memory: Any, starts: Any, rows: Any) -> None:
             kept = dict(list(rows.items())[: len(rows) // 2])
-            write(Layout(layout.manifest, layout.algorithm, layout.entries[: len(kept)], 0, ()), memory, starts, kept)
+            part = Layout(layout.manifest, layout.algorithm, layout.entries[: len(kept)], 0, ())
+            write(part, memory, list(starts)[: len(kept)], kept)
             os.kill(os.getpid(), signal.SIGKILL)
 
         Layout.write = half  # type: ignore[method-assign]
