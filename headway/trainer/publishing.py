@@ -1,4 +1,4 @@
-"""Publishing of the weights under training: by rank 0, or by all ranks that divide a copy of the model, each its rows."""
+"""Publishing of the weights under training: by rank 0, or by all ranks that divide them, each its rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PublishingRanks:
         """``nodes``: of each rank. Made by all of these ranks together."""
         self.rank, self.nodes = rank, nodes
         ranks = list(range(len(nodes)))
-        self._group = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._group: Any = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def all_gather(self, value: T) -> list[T]:
         """See `Writers.all_gather`."""

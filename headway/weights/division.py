@@ -36,8 +36,8 @@ class Transfer(NamedTuple):
 class Division:
     """The ranks that write, hash and serve each byte of a payload.
 
-    Example: two ranks on two nodes have a half each of a tensor of 24 MiB. Rank 0 hashes the first block, of 16 MiB, and
-    rank 1 sends it the last 4 of them; rank 1 hashes the second.
+    Example: two ranks on two nodes have a half each of a tensor of 24 MiB. Rank 0 hashes the first block, of 16 MiB,
+    and rank 1 sends it the last 4 of them; rank 1 hashes the second.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Division:
         return self._joined([node in nodes for nodes in nodes_by_row])
 
     def served_by(self, node: str) -> list[Range]:
-        """The ranges of the payload that are complete on a node, with what separates tensors; all nodes' are disjoint."""
+        """The ranges of the payload that a node has completely, with what separates tensors; nodes' are disjoint."""
         return self._joined([self._nodes[hasher] == node for hasher in self._hashers])
 
     def _joined(self, chosen: Sequence[bool]) -> list[Range]:

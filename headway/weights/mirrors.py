@@ -67,8 +67,8 @@ class Mirrors:
         return await asyncio.shield(task)
 
     async def problems(self, nodes: Iterable[str], publishers: Sequence[str] = ()) -> list[str]:
-        """List what keeps ``nodes`` from fetching, each from the trainer's machine, from ``publishers``, where its other
-        ranks publish a part, and from the node before it."""
+        """List what keeps ``nodes`` from fetching, each from the trainer's machine, from ``publishers``, where the
+        trainer's ranks publish a part, and from the node before it."""
         failures, node_names = list[str](), list(dict.fromkeys((self._origin, *nodes)))
         if node_names[1:]:  # start them together; failures are found below
             await asyncio.gather(*map(self._mirror, node_names), return_exceptions=True)

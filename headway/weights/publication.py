@@ -46,8 +46,8 @@ class Writers(Protocol):
 class OneWriter:
     """A process that publishes alone."""
 
-    rank = 0
-    nodes = ("",)
+    rank: int = 0
+    nodes: tuple[str, ...] = ("",)
 
     def all_gather(self, value: T) -> list[T]:
         """See `Writers.all_gather`."""

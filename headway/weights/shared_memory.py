@@ -113,9 +113,7 @@ class Publisher:
         work_context = nullcontext() if self._memory is None else self._memory.after_present_work()
         self._next = (self._next + 1) % self._slots
         snapshot_s = time.perf_counter() - started_s
-        return Publication(
-            slot, version, writers, division, extents, paths, snapshot, starts, work_context, snapshot_s
-        )
+        return Publication(slot, version, writers, division, extents, paths, snapshot, starts, work_context, snapshot_s)
 
     def _common_slot(self, layout: Layout, division: Division) -> tuple[Slot, dict[str, str]]:
         """The next slot, which a node's first writer makes for all of its writers; with its path on each node."""

@@ -147,7 +147,9 @@ def test_a_source_killed_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_pat
                 Subscriber().fetch(published_at(published, half))
             successor = await launcher.start(spec)
             await successor.call("serve_published", published)
-            assert same(await asyncio.to_thread(here.fetch, published, [(await successor.call("address"), ())]), expected)
+            assert same(
+                await asyncio.to_thread(here.fetch, published, [(await successor.call("address"), ())]), expected
+            )
             await successor.stop()
         here.close()
 
@@ -167,6 +169,13 @@ def parts_of(folder: Path, version: int, nodes: str = "ab") -> PublishedWeights:
 def serve(published: PublishedWeights, part: PublishedPart, source: MirrorService) -> tuple[str, Any]:
     source.serve_published(msgspec.structs.replace(published, path=part.path), part.ranges)
     return source.address(), part.ranges
+
+
+def overwrite(path: str) -> None:
+    """Leave the header of a slot that is being written."""
+    content = bytearray(Path(path).read_bytes())
+    content[8:24] = bytes(16 * [255])
+    Path(path).write_bytes(content)
 
 
 def test_each_range_comes_from_the_node_that_has_it(tmp_path: Path):
@@ -214,9 +223,7 @@ def test_a_part_that_ends_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_pa
                 os.kill(other.pid, signal.SIGKILL)
                 await other.died
             else:
-                with Path(other_part.path).open("r+b") as file:
-                    file.seek(8)
-                    file.write(bytes(8 * [255]) * 2)  # as of a slot that is written
+                overwrite(other_part.path)
             throttle.open()
             with pytest.raises(WeightsCorrupt, match="version 0 "):
                 await fetching

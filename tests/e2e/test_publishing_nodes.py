@@ -1,4 +1,4 @@
-"""Ranks of one model on two nodes: each node's mirror has what its ranks have written, and every node gets all of it."""
+"""Ranks of one model on two nodes: each node's mirror has what its ranks have written, and every node gets it all."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -90,14 +91,9 @@ def test_each_reader_of_several_verifies_its_share(publisher: Publisher, monkeyp
         damaged = bytearray(content)
         damaged[len(content) - 4032 + 256 * block] ^= 1
         Path(published.path).write_bytes(damaged)
-        refusals = list[int]()
         for share in range(3):
-            try:
+            with pytest.raises(WeightsCorrupt, match="a differs") if share == block % 3 else nullcontext():
                 Subscriber().attach(published, share, 3)
-            except WeightsCorrupt as error:
-                assert "a differs" in str(error)
-                refusals.append(share)
-        assert refusals == [block % 3]
 
 
 def test_wrong_announcements_are_refused(publisher: Publisher, tmp_path: Path) -> None:
