@@ -383,7 +383,7 @@ class TrainerService(ModelService):
 
 
 def _installation(experiment: Experiment) -> dict[str, str]:
-    """What must be the same on the machines of all ranks: versions of libraries, and the model's files."""
+    """Versions of libraries and digests of model folders, which must be the same on the machines of all ranks."""
     facts = {package: f"{package} {release}" for package, release in software().items()}
     for package in ("transformers", "peft"):
         with suppress(PackageNotFoundError):

@@ -68,7 +68,7 @@ def test_ranks_need_their_share_of_memory_and_read_their_share(tmp_path: Path) -
             read_share = (read_bytes - others[1]) / stored_bytes
             print(f"rank {rank} of {ranks}: {(peak_bytes - others[0]) / limit:.3f} of the limit, read {read_share:.4f}")
             assert peak_bytes - others[0] <= 1.15 * limit
-            assert read_share == pytest.approx(1 / ranks, rel=0.02)
+            assert ranks == 1 or read_share == pytest.approx(1 / ranks, rel=0.02), "one rank maps the file"
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,9 +34,17 @@ def saved_beside_a_step(mesh: Mesh, experiment: dict[str, Any], path: str) -> We
     trainer = service(mesh, experiment)
     trainer.train_step(share(trainer, make_batch(0)))
     state = state_of(trainer)
-    trainer.begin_checkpoint(path, {0: [0]})
+    stepped, write = threading.Event(), saving.FolderSaver._write
+
+    def later(*arguments: Any) -> dict[str, str]:
+        assert stepped.wait(60)
+        return write(*arguments)
+
+    with mock.patch.object(saving.FolderSaver, "_write", later):
+        trainer.begin_checkpoint(path, {0: [0]})
     trainer.train_step(share(trainer, make_batch(1, step=1)))
     assert trainer.version == 2
+    stepped.set()
     completed(trainer)
     trainer.close()
     return state
