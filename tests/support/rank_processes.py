@@ -22,7 +22,7 @@ from headway.records.training import TrainBatch
 from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.trainer.learner import Learner
 from headway.trainer.service import TrainerService
-from headway.trainer.sharding import is_divided
+from headway.trainer.sharding import all_rows_of, is_divided
 
 _starts = itertools.count()
 Weights = dict[str, np.ndarray]
@@ -96,9 +96,9 @@ def service(mesh: tuple[int, int, str], experiment: dict[str, Any], run_id: str 
 def share(trainer: TrainerService, batch: TrainBatch) -> FlatBatch:
     """What the client sends to this rank."""
     laid_out, ranks = lay_out(batch), trainer.ranks
-    if ranks.size == 1:
+    if ranks.data_size == 1:
         return laid_out
-    return laid_out.take(divide(laid_out, trainer.experiment.trainer, ranks.size)[ranks.rank])
+    return laid_out.take(divide(laid_out, trainer.experiment.trainer, ranks.data_size)[ranks.data_rank])
 
 
 def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
@@ -106,7 +106,7 @@ def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
     weights = learner.weights()
     named = zip(learner.masters.trained(), tensors, strict=True)
     if learner._trains_rows:
-        return {name: learner.ranks.all_rows(own, len(weights[name])).numpy().copy() for name, own in named}
+        return {name: all_rows_of(weights[name], own.detach()).numpy().copy() for name, own in named}
     return {name: tensor.detach().numpy().copy() for name, tensor in named}
 
 
