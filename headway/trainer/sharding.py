@@ -111,7 +111,8 @@ class ShardedModel:
 
 
 def _placement(same_experts: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Where FSDP2 divides a parameter: one of experts, which are divided already, among the ranks that have the same."""
+    """Choose the ranks among which FSDP2 divides a parameter: experts, which are divided already, among those that have
+    the same experts."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
     from torch.distributed.tensor import Shard
 

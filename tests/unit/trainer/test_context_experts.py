@@ -180,9 +180,9 @@ def test_a_checkpoint_loads_in_every_layout(folder: Path, tmp_path: Path, layout
 
 @pytest.mark.parametrize("layout", ["2 shards x cp2", "ep4", "2 x ep2", "cp2, ep2"])
 def test_the_rows_of_all_shards_are_the_models(folder: Path, layout: str) -> None:
-    size, _, context, _ = LAYOUTS[layout]
-    experiment = experiment_of(folder, "qwen3_moe", "plain", LAYOUTS[layout])
-    parts, model = processes(size).call(shard_rows, folder, experiment), random_model(0, vocabulary=41, family="qwen3_moe")
+    size, experiment = LAYOUTS[layout][0], experiment_of(folder, "qwen3_moe", "plain", LAYOUTS[layout])
+    parts = processes(size).call(shard_rows, folder, experiment)
+    model = random_model(0, vocabulary=41, family="qwen3_moe")
     bytes_by_rank = [sum(rows.nbytes for _, _, rows in shards.values()) for shards in parts]
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert max(bytes_by_rank) <= 1.1 * whole / size
