@@ -90,7 +90,10 @@ def test_ranks_are_divided_evenly_or_refused(keys: dict[str, Any], outcome: tupl
 
 @pytest.mark.parametrize("key", ["shards", "context_parallel", "expert_parallel"])
 def test_a_quantised_base_cannot_be_divided(key: str) -> None:
-    sections = {"model": {"adapter": {"rank": 2, "alpha": 4.0}, "quantization": "4bit"}, "trainer": {"devices": ["cpu:0", "cpu:1"]}}
+    sections = {
+        "model": {"adapter": {"rank": 2, "alpha": 4.0}, "quantization": "4bit"},
+        "trainer": {"devices": ["cpu:0", "cpu:1"]},
+    }
     experiment(**sections)
     sections["trainer"] |= {key: 2}
     with pytest.raises(ConfigurationError, match=rf"matrices of codes .*; valid: trainer\.{key} = 1, or no quant"):
