@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.algorithms.samples import MicroBatchArrays, SampleArrays
+from headway.algorithms.samples import IntArray, MicroBatchArrays, SampleArrays
 from headway.config.model import ModelConfig
 from headway.config.schema import TrainerConfig
 from headway.models.cpu import native
@@ -122,12 +122,17 @@ class Learner:
         self.optimiser = AdamW(self.parameters, in_host_memory=settings.host_memory != "none")
 
     def _open_divided(self, path: str | Path, dtype: torch.dtype, *, frozen: bool) -> PackedModel:
-        """Load this rank's rows of the model in folder ``path``."""
+        """Load this rank's rows of the model in folder ``path``, and divide its computation."""
         model, fill = open_on_meta(self._chosen, dtype, path)
+        division, is_decoder = self.ranks.division(), isinstance(model, Decoder)
+        if is_decoder:  # its experts are divided twice, first here
+            model.divide(division)
         if frozen:
             model.requires_grad_(False)
         in_host_memory = self.settings.host_memory == "all"
         sharded = ShardedModel(model, self.ranks, self.dtype, self.device, fill, in_host_memory=in_host_memory)
+        if not is_decoder:  # what it can do shows once it has weights
+            model.divide(division)
         self._sharded.append(sharded)
         return model
 
@@ -182,7 +187,12 @@ class Learner:
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
-        kept = self._kept(batch, arrays)
+        kept = own_kept = self._kept(batch.targets_m, arrays)
+        share, context = None, chosen_model.division.context
+        if context is not None:  # each rank scores the loss tokens that its slice predicts
+            share = context.share(batch.predictors_m, len(batch.input_ids), self.device)
+            predictors_m, targets_m = share.rows, targets_m[share.own]
+            own_kept = None if kept is None else self._kept(batch.targets_m[share.own.cpu().numpy()], arrays)
 
         def compute() -> tuple[Tensor, Tensor]:
             if pictures:  # a transformers model: only these get pictures
@@ -193,14 +203,19 @@ class Learner:
             else:
                 assert isinstance(chosen_model, Decoder)
                 hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
-            return token_logprobs(
-                chosen_model, hidden_nd.index_select(0, predictors_m), targets_m, temperature, kept=kept
+            own_scores = token_logprobs(
+                chosen_model, hidden_nd.index_select(0, predictors_m), targets_m, temperature, kept=own_kept
             )
+            return own_scores if share is None else (share.gather(own_scores[0]), share.gather(own_scores[1]))
 
         with native.using(self._kernels):
             token_scores = chosen_model.compute(compute)
+        if share is not None and kept is not None:
+            own_masses_m = kept.masses_m[share.own] if own_kept is None else own_kept.masses_m
+            kept.masses_m.copy_(share.gather(own_masses_m))
         if replay is not None:
-            expert_counts = replay.counts.sum(0).tolist()
+            counts = replay.counts.sum(0)
+            expert_counts = (counts if share is None else self.ranks.sum_(counts, "context")).tolist()
         return TokenScores(*token_scores, kept, cast("tuple[int, int, int]", tuple(expert_counts)))
 
     @torch.no_grad()
@@ -217,6 +232,9 @@ class Learner:
             scored_slice = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
             with native.using(self._kernels), recorder.recording(self.model.layers):
                 logits_nv = self.model.compute(partial(self._logits, forward, inputs, scored_slice))
+            if (context := self.model.division.context) is not None:
+                share = context.share(np.arange(len(packed_n)), len(packed_n), self.device)
+                recorder.convert(lambda own_np, share=share: share.gather(own_np.to(self.device)).cpu())
             if len(lengths) == 1 or (self.model.packs and not pixels):
                 scores_by_path[path] = recorder.scores(logits_nv, ids, len(prefix))
             else:  # the documents were rows of a batch in another order
@@ -225,7 +243,12 @@ class Learner:
         return ProbeScores(probe=probe, precision=self.settings.dtype, mixture=has_experts, paths=scores_by_path)
 
     def _logits(self, forward: Callable[..., Tensor], inputs: tuple[Any, ...], scored_slice: slice) -> Tensor:
-        return self.model.head(forward(*inputs)[scored_slice])
+        hidden_nd, context = forward(*inputs), self.model.division.context
+        if context is None:
+            return self.model.head(hidden_nd[scored_slice])
+        rows = np.arange(len(inputs[0]))[scored_slice]
+        share = context.share(rows, len(inputs[0]), self.device)
+        return share.gather(self.model.head(hidden_nd[share.rows]))
 
     @property
     def routing(self) -> ExpertRouting | None:
@@ -241,12 +264,12 @@ class Learner:
         chosen_experts = self._tensor(rows.table(routing.width).astype(np.int16))
         return ExpertReplay.of(chosen_experts.view(-1, routing.layers, routing.per_token))
 
-    def _kept(self, batch: MicroBatchArrays, arrays: SampleArrays) -> MicroBatchSets | None:
+    def _kept(self, targets_m: IntArray, arrays: SampleArrays) -> MicroBatchSets | None:
         if KEPT not in arrays.token_rows and not arrays.grammars:
             return None
         if self._sets is None or self._sets.arrays is not arrays:
             self._sets = KeptSets(arrays, self.model.config.vocabulary_size, lambda: self._grammars)
-        return self._sets.of(batch.targets_m, self.device)
+        return self._sets.of(targets_m, self.device)
 
     @cached_property
     def _grammars(self) -> Grammars:
@@ -407,6 +430,10 @@ class Learner:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def _shard_of(weight: Tensor) -> Shard:
+    return shards_of({"": weight})[0]
 
 
 def token_logprobs(

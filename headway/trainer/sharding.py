@@ -53,23 +53,24 @@ class ShardedModel:
         assert ranks.mesh is not None
         on_gpu = device.type == "cuda"
         options: dict[str, Any] = {
-            # By this name PEFT knows that modules compute with complete matrices.
-            "mesh": DeviceMesh.from_group(ranks.mesh.get_group("shards"), device.type, mesh_dim_names=("fsdp",)),
+            "mesh": ranks.shard_mesh,
+            "shard_placement_fn": None if model.division.experts is None else _placement(ranks.mesh["same_experts"]),
             # Positions must not be rounded, as casting a layer's inputs would.
             "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if in_host_memory else OffloadPolicy(),
         }
-        self.model, self._ranks = model, ranks
+        self.model = model
         units: list[Any] = [*model.layers, model]
         for unit in units:
             fully_shard(unit, **options)
             # Neither setter is recursive, and gloo has no sum of scaled summands.
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
-            unit.set_custom_all_gather(_CountedCollective("all_gather", torch.distributed.all_gather_single))
-            unit.set_custom_reduce_scatter(
-                _CountedCollective("reduce_scatter", torch.distributed.reduce_scatter_single)
-            )
+            for group in unit._get_fsdp_state()._fsdp_param_groups:  # the setters take units without experts alone
+                group._all_gather_comm = _CountedCollective("all_gather", torch.distributed.all_gather_single)
+                group._reduce_scatter_comm = _CountedCollective(
+                    "reduce_scatter", torch.distributed.reduce_scatter_single
+                )
         self._root: Any = model
         self._root.set_reduce_scatter_unused_params(True)  # a rank's tokens may use less of a layer than others'
         register(model, "compute")
@@ -90,13 +91,15 @@ class ShardedModel:
 
     def _gather_once(self, units: list[Any]) -> list[nn.Parameter]:
         """The parameters of complete units, which FSDP2 makes at the first gathering and keeps."""
-        parameters = list[nn.Parameter]()
+        kept_ids, parameters = {id(parameter) for parameter in self.model.parameters()}, list[nn.Parameter]()
         with torch.no_grad():
             self.model.compute(lambda: None)
         for unit in units:
             unit.unshard()
             complete = [
-                parameter for parameter in unit.parameters() if not is_divided(parameter) and parameter.requires_grad
+                parameter
+                for parameter in unit.parameters()
+                if id(parameter) not in kept_ids and parameter.requires_grad
             ]
             if unit is self.model and any(parameter.dtype != torch.float32 for parameter in complete):
                 for parameter in complete:  # each chunk of logits adds to the gradients of embedding and head
@@ -111,9 +114,15 @@ class ShardedModel:
         for parameter in self._complete_parameters:
             parameter.grad = None
 
-    def complete(self, tensor: Tensor) -> Tensor:
-        """All rows of one of the model's parameters, gathered by all ranks together."""
-        return self._ranks.all_rows(own_rows_of(tensor), len(tensor)) if is_divided(tensor) else tensor
+
+def _placement(same_experts: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Choose the ranks among which FSDP2 divides a parameter: experts, which are divided already, among those that have
+    the same experts."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    placement = ShardPlacementResult(Shard(0), FSDPMeshInfo(same_experts, shard_mesh_dim=0))
+    return lambda parameter: placement if is_divided(parameter) else None
 
 
 class _CountedCollective:

@@ -343,9 +343,11 @@ def fewest_shards(experiment: Experiment, machine: Machine) -> int:
     """The smallest number of ranks that divide a copy of the model so that the trainer's devices have the memory; all
     of them if none do, and 1 if the model's sizes are unknown."""
     ranks = len(experiment.trainer.devices)
+    _, context, experts = experiment.trainer.layout_of(ranks)
+    slices = ranks // context  # of so many ranks each; 1 shard: as many as their experts need
     try:
         model = sizes_of(experiment.model.path)
-        for shards in (number for number in range(1, ranks) if ranks % number == 0):
+        for shards in (n for n in range(1, slices) if not slices % n and (n == 1 or not n * context % experts)):
             trainer = experiment.trainer.model_copy(update={"shards": shards})
             uses = memory_uses(experiment.model_copy(update={"trainer": trainer}), model)
             trainer_places = {use.location for use in uses if use.name.startswith("trainer")}
@@ -354,7 +356,7 @@ def fewest_shards(experiment: Experiment, machine: Machine) -> int:
                 return shards
     except ConfigurationError:  # check reports the model
         return 1
-    return ranks
+    return slices
 
 
 def _on_device(
