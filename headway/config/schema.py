@@ -229,6 +229,9 @@ class AlgorithmConfig(Section):
 Checkpointing = Literal["none", "selective", "full"]
 
 
+HostMemory = Literal["none", "optimiser", "all"]
+
+
 class TrainerConfig(Section):
     # Tune: more of them while the generator waits (training-bound)
     devices: RankDevices = ("cpu:1",)  # a rank for each; 2*cuda: on one of the cluster's nodes; auto: docs/gpus.md
@@ -251,8 +254,12 @@ class TrainerConfig(Section):
     shared_prefix: bool = True  # a group's common prefix is computed once in a micro-batch, with the same gradient
     # Tune: more where a copy doesn't fit (`headway check`); its ranks gather each layer when they compute it
     shards: Positive | Literal["all"] = 1  # ranks that divide a copy of the model; auto: the fewest that can hold it
+    # Tune: more where one long sequence's activations don't fit; its ranks compute a part of each sequence
+    context_parallel: Positive = 1  # ranks that divide the tokens of a micro-batch, and in attention its heads
+    # Tune: more where a mixture's complete layers don't fit beside a rank's shards; it exchanges tokens in each layer
+    expert_parallel: Positive = 1  # ranks that divide the experts of each mixture
     # Tune: "optimiser" on GPUs where a copy nearly fits, then "all": less of the GPU's memory for slower steps
-    host_memory: Literal["none", "optimiser", "all"] = "none"  # in the machine's: AdamW's moments, or weights as well
+    host_memory: HostMemory = "none"  # in the machine's: AdamW's moments, or weights as well
     # Tune: "selective" where activations don't fit, then "full": a third more work for a fraction of their memory
     gradient_checkpointing: Checkpointing = "none"  # recomputed: norms and gates, or layers
     # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are expensive: docs/learning.md

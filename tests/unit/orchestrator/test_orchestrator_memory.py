@@ -14,8 +14,9 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Checkpointing, Experiment
 from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWindow
 from headway.models.sizes import ModelSizes, sizes_from
-from headway.orchestrator.preflight import memory
-from headway.orchestrator.preflight.memory import exports_weights, memory_findings, memory_places, memory_uses
+from headway.orchestrator.preflight import capacity, memory
+from headway.orchestrator.preflight.capacity import exports_weights, memory_findings, memory_places
+from headway.orchestrator.preflight.memory import memory_uses
 from headway.records.check_report import Finding, MemoryPlace, MemoryUse
 from headway.runtime.nodes import conditions
 from headway.tokens.grammar import MOST_CACHED_BYTES
@@ -331,7 +332,7 @@ def test_versions_stay_on_the_gpu_where_two_more_copies_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     """A replica with float32 weights needs a copy more as well."""
-    monkeypatch.setattr(memory, "sizes_of", lambda folder: MODEL)
+    monkeypatch.setattr(capacity, "sizes_of", lambda folder: MODEL)
     sections: dict[str, Any] = SEPARATE | {"generator": {"devices": ["cuda:0"], "dtype": dtype}}
     chosen = experiment(tmp_path, **sections)
     places = memory_places(memory_uses(chosen, MODEL), machine=machine_with(GIB, 2))
@@ -340,7 +341,7 @@ def test_versions_stay_on_the_gpu_where_two_more_copies_fit(
     )
     width = 2 if dtype == "bfloat16" else 4
     copies = 2 * width * PARAMETERS, 0 if width == 2 else width * PARAMETERS
-    least = max(trainer_bytes + copies[0], generator_bytes + copies[1]) / memory.FULL_SHARE
+    least = max(trainer_bytes + copies[0], generator_bytes + copies[1]) / capacity.FULL_SHARE
     assert exports_weights(chosen, machine_with(round(least) + 1, 2))
     assert not exports_weights(chosen, machine_with(round(least) - 1, 2))
     assert not exports_weights(chosen, machine_with(GIB, 1))  # of cuda:1 nothing is known
@@ -358,7 +359,7 @@ def test_versions_stay_on_the_gpu_where_two_more_copies_fit(
 def test_who_else_reads_the_hosts_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(memory, "sizes_of", lambda folder: MODEL)
+    monkeypatch.setattr(capacity, "sizes_of", lambda folder: MODEL)
     assert exports_weights(experiment(tmp_path, **SEPARATE), machine_with(4 * GIB, 2))
     assert not exports_weights(experiment(tmp_path, **(SEPARATE | sections)), machine_with(4 * GIB, 2))
 

@@ -17,7 +17,8 @@ from headway.config.auto import Machine
 from headway.config.load import validate_experiment
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.devices import device_findings
-from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses
+from headway.orchestrator.preflight.capacity import memory_findings, memory_places
+from headway.orchestrator.preflight.memory import memory_uses
 from headway.planner.gpu_experiment import fitted_experiment
 from headway.records.errors import ConfigurationError
 from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
