@@ -149,7 +149,7 @@ def _text(
     generator, trainer, keys = experiment.generator, experiment.trainer, _keys(choice)
     refusal_text = "; ".join(f"{method}: {reason}" for method, reason in refusals.items() if method != _method(choice))
     takes_turns = experiment.run.offload
-    fewer = [count for count in shard_counts(experiment) if trainer.shards != "all" and count < trainer.shards]
+    fewer = [count for count in shard_counts(experiment) if count < trainer.shards_of(len(trainer.devices))]
     fewer_shards_text = lacking(with_trainer(experiment, shards=max(fewer, default=1)), sizes, machine, trainer=True)
     on_gpus = [name for name in (generator.devices[0], trainer.devices[0]) if name in needed]
     reason_by_key = {

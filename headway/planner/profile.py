@@ -29,7 +29,7 @@ from headway.orchestrator.task_sets import load_task_sets
 from headway.planner.model_figures import model_figures
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool
 from headway.planner.quantities import Quantity, constant
-from headway.planner.stage_curves import GenerationCurve, SharedCosts, StageCurves, TrainingCurve
+from headway.planner.stage_curves import GenerationCurve, SharedCosts, StageCurves, TrainerLayout, TrainingCurve
 from headway.records.check_report import Calibration
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cuda_device_count, machine_cores
@@ -191,13 +191,23 @@ class ProfiledCurves(StageCurves):
 
     def _training(self, class_index: int, devices: int) -> TrainingCurve | None:
         """See :meth:`StageCurves._training`."""
+        settings = self.experiment.trainer
+        if devices % settings.context_parallel:
+            return None
+        layout = TrainerLayout(
+            shards=settings.shards_of(devices // settings.context_parallel),
+            context_parallel=settings.context_parallel,
+            expert_parallel=settings.expert_parallel,
+            host_memory=settings.host_memory,
+        )
         point = self._point(lambda point: point.trainers, devices)
         measured, profiled, model = point.measured, self.profile.model, self.model
         rank_ratio = rank_speed(point.trainers) / rank_speed(devices)
         moved_s = 32.0 * (model.parameters - profiled.parameters) / self._bytes_per_s(class_index)  # AdamW's, both ways
         return TrainingCurve(
-            copies=devices,
-            spread="1 device",
+            copies=devices // settings.context_parallel,
+            spread=str(layout),
+            layout=layout,
             fixed_s=max(0.0, measured.train_fixed_s + moved_s),
             token_s=measured.train_token_s * model.active / profiled.active * rank_ratio,
         )

@@ -129,6 +129,8 @@ def with_trainer(experiment: Experiment, **changes: Any) -> Experiment:
 def shard_counts(experiment: Experiment) -> list[int]:
     """The valid values of ``trainer.shards``, ascending."""
     ranks = len(experiment.trainer.devices) // experiment.trainer.context_parallel
+    if experiment.model.quantization is not None:
+        return [1]
     return [number for number in range(1, ranks + 1) if ranks % number == 0]
 
 
