@@ -78,6 +78,15 @@ def changed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> E
     return validate_experiment(raw, "the changed experiment")
 
 
+def placed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> Experiment:
+    """`changed_experiment` for other ``trainer.devices``, of which as many divide a copy of the model as their number
+    allows (`TrainerConfig.shards_of`)."""
+    trainer = experiment.trainer
+    ranks = len(json.loads(settings["trainer.devices"])) // trainer.context_parallel
+    shards = {} if trainer.shards == "all" else {"trainer.shards": str(trainer.shards_of(max(1, ranks)))}
+    return changed_experiment(experiment, {**settings, **shards})
+
+
 def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:
     """Validate a raw mapping; ``origin`` names it in errors."""
     return validate(raw, origin, Experiment)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.config.load import changed_experiment
+from headway.config.load import placed_experiment
 from headway.config.schema import Experiment
 from headway.control.rates.specs import ModelFigures
 from headway.control.tuning.forecast import rank_speed
@@ -94,14 +94,14 @@ def measure_profile(experiment: Experiment, seconds: float, on_progress: Callabl
             placement_index,
             len(placements) + 1,
         )
-        placed_experiment = changed_experiment(experiment, settings)
-        measured, lengths = calibrate(placed_experiment, tasks, seconds=seconds)
+        measured_experiment = placed_experiment(experiment, settings)
+        measured, lengths = calibrate(measured_experiment, tasks, seconds=seconds)
         points.append(
             ProfilePoint(
                 generators=len(generators),
                 trainers=len(trainers),
-                slots=placed_experiment.generator.slots,
-                samples=placed_experiment.queue.groups_per_step * placed_experiment.rollout.group_size,
+                slots=measured_experiment.generator.slots,
+                samples=measured_experiment.queue.groups_per_step * measured_experiment.rollout.group_size,
                 measured=measured,
             )
         )

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from headway.config.load import changed_experiment
+from headway.config.load import placed_experiment
 from headway.config.schema import Experiment
 from headway.control.stalls import LOOPS
 from headway.control.tuning.knob_search import first_knobs
@@ -185,7 +185,7 @@ class PlacementChanger:
     def _store_present(self, pools: WorkerPools) -> None:
         """Make the present placement the run's: for its knobs, for the controller, and for a resume."""
         run, knobs = self._run, self._run.state.knobs
-        run.experiment = changed_experiment(run.experiment, self._present.settings)
+        run.experiment = placed_experiment(run.experiment, self._present.settings)
         kept_knobs = {"steps_per_publish": knobs.steps_per_publish, "verifier_workers": knobs.verifier_workers}
         run.state.knobs = msgspec.structs.replace(first_knobs(run.experiment), **kept_knobs)
         run.state.changed.notify()

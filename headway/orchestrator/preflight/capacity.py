@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 from headway.config.auto import Machine
+from headway.config.load import placed_experiment
 from headway.config.schema import Experiment, HostMemory
+from headway.control.tuning.diagnosis import DeviceSplit
 from headway.models.sizes import ModelSizes, sizes_of
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import OF_NODE, RankLayout, bytes_of, exchanged_bytes, memory_uses
@@ -146,6 +148,21 @@ def fewest_shards(experiment: Experiment, machine: Machine) -> int:
     except ConfigurationError:  # check reports the model
         return 1
     return counts[-1]
+
+
+def fitting_splits(
+    experiment: Experiment, splits: Sequence[DeviceSplit], machine: Machine
+) -> tuple[DeviceSplit, ...]:
+    """Those of other ``splits`` of the devices that have the memory; all if this isn't known, or the present one lacks
+    it too."""
+    try:
+        model = sizes_of(experiment.model.path)
+        if lacking(experiment, model, machine):
+            return tuple(splits)
+        placed = [(split, placed_experiment(experiment, split.settings)) for split in splits]
+        return tuple(split for split, placement in placed if not lacking(placement, model, machine))
+    except ConfigurationError:
+        return tuple(splits)
 
 
 # --- findings --------------------------------------------------------------------------------------------
