@@ -11,7 +11,7 @@ import torch
 from headway.config.adapter import AdapterConfig
 from headway.config.model import ModelConfig
 from headway.models.adapter_files import load_adapter, merge_decoder, open_adapter, save_adapter
-from headway.models.configuration import read_json
+from headway.models.configuration import DecoderConfig, read_json
 from headway.models.decoder import Decoder
 from headway.models.hf.configuration import implementation_of
 from headway.models.loading import load_model, parse_dtype, require_finite_tensors, save_model
@@ -37,6 +37,19 @@ def open_model(
     from headway.models.hf.model import load_hf  # imports transformers, which the project's decoder doesn't need
 
     return load_hf(folder, dtype, device, chosen.trust_remote_code)
+
+
+def write_narrow_model(chosen: ModelConfig, folder: str | Path, seed: int) -> str:
+    """Write a random model of the architecture of ``chosen`` into ``folder``, with as many heads and experts, but
+    narrow and of few layers. Returns why there is none, "" if it is written."""
+    if implementation_of(chosen.path, chosen.implementation) == "headway":
+        from headway.models.initialise import write_narrow_decoder  # trains tokenizers as well
+
+        write_narrow_decoder(DecoderConfig.from_pretrained(chosen.path), folder, seed)
+        return ""
+    from headway.models.hf.narrow import write_narrow_hf
+
+    return write_narrow_hf(chosen.path, folder, seed, chosen.trust_remote_code)
 
 
 def open_policy(

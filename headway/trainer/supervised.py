@@ -51,7 +51,6 @@ class SupervisedService(ModelService):
         meshed = trainer.host_memory == "all"
         ranks = Ranks(rank, world_size, rendezvous, device, trainer.shards_of(world_size), meshed=meshed)
         super().__init__(context, validated, run_id, trainer, ranks)
-        self._log = context.log
         self._limit = MicroBatchLimit(validated.trainer, self.learner, may_halve=True)
         self.skipped = 0  # steps whose loss or gradient wasn't finite
         self._skipped_in_a_row = 0
