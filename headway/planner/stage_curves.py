@@ -23,7 +23,7 @@ from headway.control.rates.specs import ModelFigures, Parallelism, RatedDevice
 from headway.control.rates.training import TrainerRates, TrainingRecipe, publish_s
 from headway.models.sizes import ModelSizes, logit_rows
 from headway.orchestrator.preflight.capacity import with_trainer
-from headway.orchestrator.preflight.memory import CUDA_CONTEXT_BYTES, trained_weights, trainer_parts
+from headway.orchestrator.preflight.memory import CUDA_CONTEXT_BYTES, divides_experts, trained_weights, trainer_parts
 from headway.planner.model_figures import model_figures
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool, recipe
 from headway.planner.quantities import Quantity
@@ -169,7 +169,7 @@ class RooflineCurves(StageCurves):
             )
         model = model_figures(sizes)
         super().__init__(experiment, model, pool, pool.tables.workload)
-        self._sizes, trainer_settings = sizes, experiment.trainer
+        self._sizes, self._fewest_bytes, trainer_settings = sizes, math.inf, experiment.trainer
         run_training = TrainingRecipe(
             dtype=trainer_settings.dtype,
             state_bytes=16.0 if trainer_settings.dtype == "float32" else 18.0,
@@ -293,10 +293,13 @@ class RooflineCurves(StageCurves):
             if sum(self._parts(device, devices, larger_layout).values()) <= usable_bytes:
                 break
         advice = f"{devices} devices suffice" if devices < 1 << 16 else "more devices don't help"
-        raise ConfigurationError(
+        reason = (
             f"train: {nbytes / 1e9:.1f} GB on each of {rates.devices} {device.name} ({layout}), most of it {top_part} "
             f"({parts[top_part] / 1e9:.1f} GB), but {usable_bytes / 1e9:.1f} GB can be used; {advice}"
         )
+        if nbytes < self._fewest_bytes:  # of the layout that comes nearest
+            self._fewest_bytes, self.reasons["train"] = nbytes, reason
+        raise ConfigurationError(reason)
 
     def _parts(self, device: RatedDevice, devices: int, layout: TrainerLayout) -> dict[str, int]:
         family = "cpu" if device.name == "cpu" else "cuda"
@@ -317,7 +320,7 @@ class RooflineCurves(StageCurves):
                 yield None, self._train
             return
         contexts = [count for count in _powers(min(8, kind.device.per_node)) if self._sizes.divides_heads(count)]
-        experts = round(model.experts_per_token / model.active_experts) if model.expert_parameters else 1
+        experts = round(model.experts_per_token / model.active_experts) if divides_experts(self.experiment, self._sizes) else 1
         expert_counts = [count for count in _powers(devices) if experts % count == 0]
         if mesh != Parallelism():
             contexts, expert_counts = [mesh.context], [mesh.expert]

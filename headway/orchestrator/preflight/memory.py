@@ -316,6 +316,12 @@ class RankLayout(NamedTuple):
         return -(-weights // self.ranks) + -(-experts // max(self.ranks, self.experts))
 
 
+def divides_experts(experiment: Experiment, model: ModelSizes) -> bool:
+    """Whether ranks can divide the model's experts: it has some, and the project's decoder computes them."""
+    is_ours = implementation_of(experiment.model.path, experiment.model.implementation) == "headway"
+    return is_ours and any(layer.experts for layer in model.layers)
+
+
 def _trainer_width(experiment: Experiment) -> int:
     return bytes_of(experiment.trainer.dtype)
 
