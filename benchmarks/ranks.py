@@ -142,11 +142,15 @@ async def in_turns(
             line += f", {in_parts:.1f} in two parts; published in {whole_s:.3f} s by one rank, {rows_s:.3f} s by both"
         print(line + ("" if number else " (not counted)"), flush=True)
     print(f"{tokens} tokens: sharded_over_copies {of(over_copies[1:])}", flush=True)
-    return {
-        "sharded_over_copies": of(over_copies[1:]),
-        "parts_overhead": of(overheads[1:]),
-        "publish_over_whole": of(publishing[1:]),
-    } if further else {}
+    return (
+        {
+            "sharded_over_copies": of(over_copies[1:]),
+            "parts_overhead": of(overheads[1:]),
+            "publish_over_whole": of(publishing[1:]),
+        }
+        if further
+        else {}
+    )
 
 
 def of(values: list[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The load of ranks.py: a random model of 43 M parameters, batches of full micro-batches, and trainers on some ranks."""
+"""The load of ranks.py: a random model of 43 M parameters, batches of full micro-batches, trainers on some ranks."""
 
 from __future__ import annotations
 

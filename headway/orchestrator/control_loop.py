@@ -166,7 +166,9 @@ class RateControl:
         experiment, is_live = self._run.experiment, self._run.worker_pools is not None
         devices, ranks = experiment.generator.devices, experiment.trainer.devices
         limits = limits_of(experiment, sharing(devices, ranks), same_kind=interchangeable([*devices, *ranks]))
-        fitting = fitting_splits(experiment, limits.splits, read_machine()) if is_live and limits.splits else limits.splits
+        fitting = (
+            fitting_splits(experiment, limits.splits, read_machine()) if is_live and limits.splits else limits.splits
+        )
         return msgspec.structs.replace(limits, splits=fitting)
 
     def _limits_now(self) -> ControlLimits:

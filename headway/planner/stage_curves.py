@@ -320,7 +320,8 @@ class RooflineCurves(StageCurves):
                 yield None, self._train
             return
         contexts = [count for count in _powers(min(8, kind.device.per_node)) if self._sizes.divides_heads(count)]
-        experts = round(model.experts_per_token / model.active_experts) if divides_experts(self.experiment, self._sizes) else 1
+        has_experts = divides_experts(self.experiment, self._sizes)
+        experts = round(model.experts_per_token / model.active_experts) if has_experts else 1
         expert_counts = [count for count in _powers(devices) if experts % count == 0]
         if mesh != Parallelism():
             contexts, expert_counts = [mesh.context], [mesh.expert]

@@ -81,7 +81,9 @@ async def undisturbed(trainer: TrainerClient, run: Path) -> tuple[dict[str, int]
         counted = [await worker.call("counted") for worker in trainer.workers]
     finally:
         await trainer.stop()
-    return {call: min(by_rank[call] for by_rank in counted) for call in CALLS}, load_file(run / "best/model.safetensors")
+    return {call: min(by_rank[call] for by_rank in counted) for call in CALLS}, load_file(
+        run / "best/model.safetensors"
+    )
 
 
 @pytest.fixture(scope="module")

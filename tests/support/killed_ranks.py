@@ -1,5 +1,5 @@
-"""A trainer's rank that dies amid a call, where ``RUN/kill.json`` says: a rank, a call, the number of a collective in it, and
-whether it is stopped first."""
+"""A trainer's rank that dies amid a call, where ``RUN/kill.json`` says: a rank, a call, the number of a collective in
+it, and whether it is stopped first."""
 
 from __future__ import annotations
 

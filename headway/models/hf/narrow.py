@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from headway.models.hf.model import load_hf
 from headway.models.initialise import NARROW_VOCABULARY
-from headway.records.errors import ConfigurationError
 
 _LAYERS = 4  # beyond the dense layers that mixtures begin with
 _MOST_PARAMETERS = 1 << 26  # of a copy of which only layers and vocabulary are fewer

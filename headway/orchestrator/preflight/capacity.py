@@ -150,9 +150,7 @@ def fewest_shards(experiment: Experiment, machine: Machine) -> int:
     return counts[-1]
 
 
-def fitting_splits(
-    experiment: Experiment, splits: Sequence[DeviceSplit], machine: Machine
-) -> tuple[DeviceSplit, ...]:
+def fitting_splits(experiment: Experiment, splits: Sequence[DeviceSplit], machine: Machine) -> tuple[DeviceSplit, ...]:
     """Those of other ``splits`` of the devices that have the memory; all if this isn't known, or the present one lacks
     it too."""
     try:

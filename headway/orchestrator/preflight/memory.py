@@ -21,7 +21,8 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   the machine's memory
 - published weights: 3 versions of P·b (of an adapter A·b) in /dev/shm, which is main memory and counted there too; the
   system shows them once more in every process that reads them. The trainer's GPU has a snapshot, P·b, until it is
-  copied: in the memory of the gradients, which are freed then. `capacity.exports_weights` says where the GPU has the versions
+  copied: in the memory of the gradients, which are freed then. `capacity.exports_weights` says where the GPU has
+  the versions
 - checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
 - kept sets: the ids of every response token where top_p or top_k leave some out, as many as
@@ -276,7 +277,9 @@ def trainer_parts(experiment: Experiment, model: ModelSizes) -> tuple[dict[str, 
     base_bytes = width * layout.rows_of(model.outside) + round(matrix_bytes * matrix_count) if is_adapted else 0
     # Masters, and the weights that the model computes with where these aren't gathered from them.
     master_bytes = 4 + (width if settings.dtype != "float32" and (is_adapted or not gathers) else 0)
-    own_count = trained_weights(experiment, model) if is_adapted else layout.rows_of(model.parameters - experts, experts)
+    own_count = (
+        trained_weights(experiment, model) if is_adapted else layout.rows_of(model.parameters - experts, experts)
+    )
     is_summed = ranks > (1 if is_adapted else layout.ranks)
     summed_count = min(own_count, max(_SUMMED_VALUES, model.outside)) if is_summed else 0
     parts = {

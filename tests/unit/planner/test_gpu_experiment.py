@@ -16,8 +16,8 @@ from headway.cli import main as cli
 from headway.config.auto import Machine
 from headway.config.load import validate_experiment
 from headway.models.sizes import sizes_of
-from headway.orchestrator.preflight.devices import device_findings
 from headway.orchestrator.preflight.capacity import memory_findings, memory_places
+from headway.orchestrator.preflight.devices import device_findings
 from headway.orchestrator.preflight.memory import memory_uses
 from headway.planner.gpu_experiment import fitted_experiment
 from headway.records.errors import ConfigurationError
