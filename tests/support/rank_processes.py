@@ -19,8 +19,8 @@ from tiny_trainer import Context, make_batch
 
 from headway.algorithms.samples import FlatBatch, MicroBatchArrays, SampleArrays, lay_out, slice_micro_batch
 from headway.algorithms.step_plan import divide
-from headway.records.training import TrainBatch
 from headway.records.errors import LayoutsDisagree
+from headway.records.training import TrainBatch
 from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.trainer.layout_check import compare_with_one_rank
 from headway.trainer.learner import Learner

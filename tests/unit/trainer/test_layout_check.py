@@ -1,5 +1,5 @@
-"""The comparison of ranks that divide a model with one rank: it agrees for every architecture, in seconds, and names the
-layer of a planted fault."""
+"""Comparing ranks that divide a model with one rank: every architecture agrees, in seconds, and a planted fault is
+found in its layer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_layers_that_average_are_named(folder: Path, case: str) -> None:
     layers = 6 if case == "windows" else 2
     for result, error, _ in processes(2).call(with_fault, folder, "averaged_layers", *call):
         assert result == ""
-        assert re.search(rf"differ by 0\.\d+|differ by \d\.\de-0[12]", error), error
+        assert re.search(r"differ by 0\.\d+|differ by \d\.\de-0[12]", error), error
         assert re.search(rf", in \S*layers\.{layers - 1}\.\S+ first; the limit is 1e-05", error), error
 
 
