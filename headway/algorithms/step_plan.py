@@ -59,7 +59,8 @@ def tree_of(
 
 
 def divide(batch: FlatBatch, settings: TrainerConfig, ranks: int) -> list[IntArray]:
-    """Divide a batch among ``ranks``: returns the ascending sequences of each, of which it has every one alone.
+    """Divide a batch among ``ranks``, or groups of ranks: returns the ascending sequences of each, of which it has
+    every one alone.
 
     Every minibatch is balanced by the tokens to be computed. A sequence stays on its rank in all passes of a step.
     Those without a loss token are dealt in turn."""

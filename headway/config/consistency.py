@@ -67,21 +67,33 @@ def _require_objective(experiment: Experiment) -> None:
 
 
 def _require_shards(experiment: Experiment) -> None:
-    """Check that copies of the model can be divided among the ranks."""
+    """Check that the ranks can divide copies of the model, tokens and experts."""
     settings, quantization = experiment.trainer, experiment.model.quantization
-    ranks = len(settings.devices)
-    if settings.shards != "all" and ranks % settings.shards:
-        valid = ", ".join(str(number) for number in range(1, ranks + 1) if not ranks % number)
-        raise ValueError(
-            f"trainer.shards = {settings.shards} doesn't divide the {ranks} ranks of trainer.devices; valid: {valid}, "
-            "all, auto"
-        )
-    key, valid = ("shards", "1") if settings.shards_of(ranks) > 1 else ("host_memory", "'none' or 'optimiser'")
-    if quantization is not None and (key == "shards" or settings.host_memory == "all"):
+    ranks, shards, context = len(settings.devices), settings.shards, settings.context_parallel
+    devices_text = f"the {ranks} ranks of trainer.devices"
+    _require_divisor("context_parallel", context, ranks, devices_text)
+    if shards != "all":
+        by_context = f"{ranks} / {context}, the ranks of trainer.devices by trainer.context_parallel"
+        shards_text = devices_text if context == 1 else by_context
+        _require_divisor("shards", shards, ranks // context, shards_text, ", all, auto")
+    copy_ranks, copy_text = ranks, devices_text
+    if shards not in (1, "all"):  # auto is 1 here: a copy then has as many ranks as its experts need
+        copy_ranks, copy_text = shards * context, f"the {shards * context} ranks of a copy (trainer.shards = {shards})"
+    _require_divisor("expert_parallel", settings.expert_parallel, copy_ranks, copy_text)
+    keys = zip(("shards", "context_parallel", "expert_parallel"), settings.layout_of(ranks), strict=True)
+    dividing_keys = [key for key, number in keys if number > 1][::-1]
+    if quantization is not None and (dividing_keys or settings.host_memory == "all"):
+        valid = f"{dividing_keys[0]} = 1" if dividing_keys else "host_memory = 'none' or 'optimiser'"
         raise ValueError(
             f"model.quantization = {quantization!r}: matrices of codes can't be gathered from ranks or from the host's "
-            f"memory; valid: trainer.{key} = {valid}, or no quantization"
+            f"memory; valid: trainer.{valid}, or no quantization"
         )
+
+
+def _require_divisor(key: str, number: int, total: int, total_text: str, more: str = "") -> None:
+    if total % number:
+        valid = ", ".join(str(divisor) for divisor in range(1, total + 1) if not total % divisor)
+        raise ValueError(f"trainer.{key} = {number} doesn't divide {total_text}; valid: {valid}{more}")
 
 
 def _require_parts(experiment: Experiment) -> None:

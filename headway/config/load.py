@@ -80,11 +80,12 @@ def changed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> E
 
 def placed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> Experiment:
     """`changed_experiment` for other ``trainer.devices``, of which as many divide a copy of the model as their number
-    allows (`TrainerConfig.shards_of`)."""
+    allows (`TrainerConfig.layout_of`)."""
     trainer = experiment.trainer
-    ranks = len(json.loads(settings["trainer.devices"])) // trainer.context_parallel
-    shards = {} if trainer.shards == "all" else {"trainer.shards": str(trainer.shards_of(max(1, ranks)))}
-    return changed_experiment(experiment, {**settings, **shards})
+    ranks, context, experts = trainer.layout_of(len(json.loads(settings["trainer.devices"])))
+    layout = {"context_parallel": context, "expert_parallel": experts}
+    layout |= {} if trainer.shards == "all" else {"shards": ranks // context}
+    return changed_experiment(experiment, {**settings, **{f"trainer.{key}": str(n) for key, n in layout.items()}})
 
 
 def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:

@@ -102,8 +102,11 @@ class DecoderLayer(nn.Module):
         chosen_nk, weights_nk = route(hidden_nd, self.router_weight, m.per_token, m.normalised, self.adapter, replay)
         if self.routed is not None:
             self.routed.append(chosen_nk)
-        inputs = hidden_nd, chosen_nk, weights_nk, self.gate_up_weight, self.down_weight, gated, self.adapter
-        return mix_in_fixed_shapes(*inputs) if self.fixed_shapes else mix(*inputs, self.division.experts)
+        gate_up_xfd, down_xdf, ranks = self.gate_up_weight, self.down_weight, self.division.experts
+        if ranks is not None:
+            gate_up_xfd, down_xdf = ranks.own_experts(gate_up_xfd), ranks.own_experts(down_xdf)
+        inputs = hidden_nd, chosen_nk, weights_nk, gate_up_xfd, down_xdf, gated, self.adapter
+        return mix_in_fixed_shapes(*inputs) if self.fixed_shapes else mix(*inputs, ranks)
 
     def _product(self, name: str, x_nd: Tensor, add: Tensor | None = None) -> Tensor:
         """Input rows times the matrix of this name, plus its bias, the adapter's part and ``add``."""
@@ -163,10 +166,8 @@ class Decoder(PackedModel):
             assert isinstance(layer, DecoderLayer)
             layer.division = division
             if experts is not None and layer.kind.sparse:
-                for name in ("gate_up_weight", "down_weight"):
-                    weight = getattr(layer, name)
-                    own_experts = weight.detach()[experts.rows(len(weight))].clone()
-                    setattr(layer, name, nn.Parameter(own_experts, requires_grad=weight.requires_grad))
+                layer.gate_up_weight = experts.divide(layer.gate_up_weight)
+                layer.down_weight = experts.divide(layer.down_weight)
 
     @property
     def device(self) -> torch.device:

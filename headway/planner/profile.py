@@ -192,12 +192,11 @@ class ProfiledCurves(StageCurves):
     def _training(self, class_index: int, devices: int) -> TrainingCurve | None:
         """See :meth:`StageCurves._training`."""
         settings = self.experiment.trainer
-        if devices % settings.context_parallel:
-            return None
+        ranks, context, experts = settings.layout_of(devices)
         layout = TrainerLayout(
-            shards=settings.shards_of(devices // settings.context_parallel),
-            context_parallel=settings.context_parallel,
-            expert_parallel=settings.expert_parallel,
+            shards=ranks // context,
+            context_parallel=context,
+            expert_parallel=experts,
             host_memory=settings.host_memory,
         )
         point = self._point(lambda point: point.trainers, devices)
@@ -205,7 +204,7 @@ class ProfiledCurves(StageCurves):
         rank_ratio = rank_speed(point.trainers) / rank_speed(devices)
         moved_s = 32.0 * (model.parameters - profiled.parameters) / self._bytes_per_s(class_index)  # AdamW's, both ways
         return TrainingCurve(
-            copies=devices // settings.context_parallel,
+            copies=devices // context,
             spread=str(layout),
             layout=layout,
             fixed_s=max(0.0, measured.train_fixed_s + moved_s),

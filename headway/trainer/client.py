@@ -89,7 +89,7 @@ class TrainerClient(RankWorkers):
         self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
     ) -> PartReport:
         """See `records.clients.Trainer.forward_backward`."""
-        sequences_by_rank, shares = await asyncio.to_thread(self._divide, part)
+        sequences, shares = await asyncio.to_thread(self._divide, part)
         previous_parts, self.accumulated_parts = self.accumulated_parts, 0  # after an error, unless nothing was changed
         try:
             arguments_by_rank = [(share, loss, divisor) for share in shares]
@@ -98,8 +98,10 @@ class TrainerClient(RankWorkers):
             self.accumulated_parts = previous_parts
             raise
         self.accumulated_parts = previous_parts + 1
-        sequence_n = np.repeat(np.concatenate(sequences_by_rank), np.concatenate([share.lengths_s for share in shares]))
-        logprobs_n = np.concatenate([report.logprobs.array for report in reports])
+        context = self._context  # of so many reports, each has the same samples
+        lengths_s = np.concatenate([share.lengths_s for share in shares[::context]])
+        sequence_n = np.repeat(np.concatenate(sequences), lengths_s)
+        logprobs_n = np.concatenate([report.logprobs.array for report in reports[::context]])
         in_batch_order = TokenLogprobs.view(logprobs_n[np.argsort(sequence_n, kind="stable")])
         return msgspec.structs.replace(reports[0], logprobs=in_batch_order)
 
@@ -156,10 +158,16 @@ class TrainerClient(RankWorkers):
         """Undo `offload`."""
         return await self.call_all("onload")
 
+    @property
+    def _context(self) -> int:
+        """The number of neighbouring ranks that compute the same samples."""
+        return self._experiment.trainer.layout_of(len(self._running()))[1]
+
     def _divide(self, batch: TrainBatch) -> tuple[list[IntArray], list[FlatBatch]]:
-        """Return the sequences of each rank, by their index in the batch, and what is sent to it."""
-        laid_out, ranks = lay_out(batch), len(self._running())
-        if ranks == 1:
-            return [np.arange(len(laid_out.lengths_s))], [laid_out]
-        sequences_by_rank = divide(laid_out, self._experiment.trainer, ranks)
-        return sequences_by_rank, [laid_out.take(sequences) for sequences in sequences_by_rank]
+        """Return the parts of a batch, as sequences by their index in it, and what is sent to each rank."""
+        laid_out, context = lay_out(batch), self._context
+        parts = len(self._running()) // context
+        if parts == 1:
+            return [np.arange(len(laid_out.lengths_s))], [laid_out] * context
+        sequences = divide(laid_out, self._experiment.trainer, parts)
+        return sequences, [share for part in map(laid_out.take, sequences) for share in [part] * context]

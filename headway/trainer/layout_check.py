@@ -47,10 +47,10 @@ def compare_with_one_rank(experiment: Experiment, learner: Learner) -> str:
         if obstacle := write_narrow_model(experiment.model, folder, experiment.run.seed):
             return f"gradients of {ranks.size} ranks weren't compared with those of one: {obstacle}"
         narrow = _narrow_experiment(experiment, folder, dtype)
-        whole_batch = _batch(ranks.size)
+        whole_batch = _batch(ranks.data_size)
         one_rank = narrow.trainer.model_copy(update=_ONE_RANK)
         expected = _gradients(narrow.model_copy(update={"trainer": one_rank}), Ranks(), learner.device, whole_batch)
-        share = whole_batch.take(divide(whole_batch, narrow.trainer, ranks.size)[ranks.rank])
+        share = whole_batch.take(divide(whole_batch, narrow.trainer, ranks.data_size)[ranks.data_rank])
         computed = _gradients(narrow, ranks, learner.device, share)
     scale = max(float(gradient.abs().max()) for _, gradient in expected.values())
     differences = {

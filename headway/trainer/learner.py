@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.algorithms.samples import MicroBatchArrays, SampleArrays
+from headway.algorithms.samples import IntArray, MicroBatchArrays, SampleArrays
 from headway.config.model import ModelConfig
 from headway.config.schema import TrainerConfig
 from headway.models.cpu import native
@@ -29,6 +29,7 @@ from headway.models.kernels import target_logprobs
 from headway.models.loading import DTYPES, checked, copy_weights, weights_of
 from headway.models.packed_model import PackedModel
 from headway.models.run_model import load_into, open_model, open_policy, save_policy, without_adapter
+from headway.models.shards.shard import shards_of
 from headway.models.sizes import logit_rows
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, Probe, ProbeScores
@@ -41,7 +42,7 @@ from headway.trainer.kept_sets import KeptSets, MicroBatchSets
 from headway.trainer.master_weights import MasterWeights
 from headway.trainer.optimizer import AdamW
 from headway.trainer.ranks import Ranks
-from headway.trainer.sharding import ShardedModel, is_divided, own_rows_of
+from headway.trainer.sharding import ShardedModel, all_rows_of, is_divided, own_rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,7 @@ class Learner:
         self.optimiser = AdamW(self.parameters, in_host_memory=settings.host_memory != "none")
 
     def _shard(self, model: PackedModel) -> None:
+        model.divide(self.ranks.division())
         whole, in_host = [] if self.lora is None else list(self.lora.parameters.values()), self.settings.host_memory
         sharded = ShardedModel(model, self.ranks, self.dtype, whole=whole, in_host_memory=in_host == "all")
         self._sharded.append(sharded)
@@ -128,7 +130,7 @@ class Learner:
 
     def complete(self, weight: Tensor) -> Tensor:
         """A tensor of `weights` with all of its rows, as the model computes with it; a call of all ranks."""
-        return self._sharded[0].complete(weight).to(self.dtype) if self._trains_rows else weight
+        return all_rows_of(weight).to(self.dtype) if self._trains_rows else weight
 
     @property
     def shares_prefixes(self) -> bool:
@@ -165,7 +167,12 @@ class Learner:
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
-        kept = self._kept(batch, arrays)
+        kept = own_kept = self._kept(batch.targets_m, arrays)
+        share, context = None, chosen_model.division.context
+        if context is not None:  # each rank scores the loss tokens that its slice predicts
+            share = context.share(batch.predictors_m, len(batch.input_ids), self.device)
+            predictors_m, targets_m = share.rows, targets_m[share.own]
+            own_kept = None if kept is None else self._kept(batch.targets_m[share.own.cpu().numpy()], arrays)
 
         def compute() -> tuple[Tensor, Tensor]:
             if pictures:  # a transformers model: only these get pictures
@@ -176,14 +183,19 @@ class Learner:
             else:
                 assert isinstance(chosen_model, Decoder)
                 hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
-            return token_logprobs(
-                chosen_model, hidden_nd.index_select(0, predictors_m), targets_m, temperature, kept=kept
+            own_scores = token_logprobs(
+                chosen_model, hidden_nd.index_select(0, predictors_m), targets_m, temperature, kept=own_kept
             )
+            return own_scores if share is None else (share.gather(own_scores[0]), share.gather(own_scores[1]))
 
         with native.using(self._kernels):
             token_scores = chosen_model.compute(compute)
+        if share is not None and kept is not None:
+            own_masses_m = kept.masses_m[share.own] if own_kept is None else own_kept.masses_m
+            kept.masses_m.copy_(share.gather(own_masses_m))
         if replay is not None:
-            expert_counts = replay.counts.sum(0).tolist()
+            counts = replay.counts.sum(0)
+            expert_counts = (counts if share is None else self.ranks.sum_(counts, "context")).tolist()
         return TokenScores(*token_scores, kept, cast("tuple[int, int, int]", tuple(expert_counts)))
 
     @torch.no_grad()
@@ -200,6 +212,9 @@ class Learner:
             scored_slice = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
             with native.using(self._kernels), recorder.recording(self.model.layers):
                 logits_nv = self.model.compute(partial(self._logits, forward, inputs, scored_slice))
+            if (context := self.model.division.context) is not None:
+                share = context.share(np.arange(len(packed_n)), len(packed_n), self.device)
+                recorder.convert(lambda own_np, share=share: share.gather(own_np.to(self.device)).cpu())
             if len(lengths) == 1 or (self.model.packs and not pixels):
                 scores_by_path[path] = recorder.scores(logits_nv, ids, len(prefix))
             else:  # the documents were rows of a batch in another order
@@ -208,7 +223,12 @@ class Learner:
         return ProbeScores(probe=probe, precision=self.settings.dtype, mixture=has_experts, paths=scores_by_path)
 
     def _logits(self, forward: Callable[..., Tensor], inputs: tuple[Any, ...], scored_slice: slice) -> Tensor:
-        return self.model.head(forward(*inputs)[scored_slice])
+        hidden_nd, context = forward(*inputs), self.model.division.context
+        if context is None:
+            return self.model.head(hidden_nd[scored_slice])
+        rows = np.arange(len(inputs[0]))[scored_slice]
+        share = context.share(rows, len(inputs[0]), self.device)
+        return share.gather(self.model.head(hidden_nd[share.rows]))
 
     @property
     def routing(self) -> ExpertRouting | None:
@@ -224,12 +244,12 @@ class Learner:
         chosen_experts = self._tensor(rows.table(routing.width).astype(np.int16))
         return ExpertReplay.of(chosen_experts.view(-1, routing.layers, routing.per_token))
 
-    def _kept(self, batch: MicroBatchArrays, arrays: SampleArrays) -> MicroBatchSets | None:
+    def _kept(self, targets_m: IntArray, arrays: SampleArrays) -> MicroBatchSets | None:
         if KEPT not in arrays.token_rows and not arrays.grammars:
             return None
         if self._sets is None or self._sets.arrays is not arrays:
             self._sets = KeptSets(arrays, self.model.config.vocabulary_size, lambda: self._grammars)
-        return self._sets.of(batch.targets_m, self.device)
+        return self._sets.of(targets_m, self.device)
 
     @cached_property
     def _grammars(self) -> Grammars:
@@ -333,8 +353,8 @@ class Learner:
         with self.masters.exposed(), torch.no_grad():
             if self._trains_rows:
                 stored = weights_of(open_model(self._chosen, torch.float32, "cpu", path))
-                for name in checked(self.weights(), stored):
-                    self.masters.tensors[name].copy_(self.ranks.own_rows(stored[name]))
+                for name, weight in checked(self.weights(), stored).items():
+                    self.masters.tensors[name].copy_(_own_part(weight, stored[name]))
             elif self.lora is None:
                 copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
             else:
@@ -348,7 +368,7 @@ class Learner:
         model = open_model(self._chosen, torch.float32, "cpu") if self.ranks.rank == 0 else None
         parameters = {} if model is None else weights_of(model)
         for name, weight in self.weights().items():
-            complete = self._sharded[0].complete(weight)
+            complete = all_rows_of(weight)
             if name in parameters:
                 parameters[name].copy_(complete)
         return model
@@ -366,7 +386,7 @@ class Learner:
         for name, parameter in self.masters.trained().items():
             for state_name, state_tensor in self.optimiser.state.get(parameter, {}).items():
                 if self._trains_rows and state_tensor.ndim:
-                    state_tensor = self.ranks.all_rows(state_tensor, len(weights[name]))
+                    state_tensor = all_rows_of(weights[name], state_tensor)
                 if self.ranks.rank == 0:
                     tensors[f"{state_name}/{name}"] = state_tensor.detach().cpu().contiguous()
         return tensors
@@ -386,17 +406,23 @@ class Learner:
 
     def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Load the tensors of `optimiser_tensors`. Raises KeyError for a parameter that this model doesn't have."""
-        parameter_by_name = self.masters.trained()
+        parameter_by_name, weights = self.masters.trained(), self.weights()
         self.optimiser.state.clear()
         for full_name, tensor in tensors.items():
             state_name, _, name = full_name.partition("/")
             parameter = parameter_by_name[name]
             state, device = self.optimiser.state.setdefault(parameter, {}), self.optimiser.device_of(parameter)
-            rows = self.ranks.own_rows(tensor) if self._trains_rows and tensor.ndim else tensor
+            rows = _own_part(weights[name], tensor) if self._trains_rows and tensor.ndim else tensor
             state[state_name] = rows.to(device, torch.float32, copy=True)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def _own_part(weight: Tensor, complete: Tensor) -> Tensor:
+    """This rank's rows of a tensor with the rows of ``weight``."""
+    (shard,) = shards_of({"": weight})
+    return shard.part_of(complete)
 
 
 def token_logprobs(

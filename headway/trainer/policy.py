@@ -235,7 +235,7 @@ class PolicyGradient:
     def _weighting(self, arrays: SampleArrays, minibatch: IntArray) -> Weighting:
         limit = self.max_response_tokens
         weights = weighting(self.algorithm.aggregation, arrays, minibatch, max_response_tokens=limit)
-        return replace(weights, total=sum(self.learner.ranks.all_gather(weights.total)))
+        return replace(weights, total=sum(self.learner.ranks.all_gather_data(weights.total)))
 
     def prepare(self, arrays: SampleArrays, step: int, progress: Progress) -> Prepared:
         """Compute the constants of the batch: forward passes without gradient if they are needed, then the KL inside
@@ -280,10 +280,10 @@ class PolicyGradient:
         if config.second_moment_limit is not None:
             idx_m = np.flatnonzero(arrays.loss_mask_n & keep_n)
             ranks, rank_terms = self.learner.ranks, (log_weight_n[idx_m], advantages_n[idx_m].astype(np.float64))
-            terms_by_rank = ranks.all_gather(rank_terms)  # the mask bounds a mean over the whole batch
+            terms_by_rank = ranks.all_gather_data(rank_terms)  # the mask bounds a mean over the whole batch
             log_weight_m, advantages_m = (np.concatenate(columns) for columns in zip(*terms_by_rank, strict=True))
             kept_m = second_moment_mask(log_weight_m, advantages_m, config.second_moment_limit)
-            first = sum(len(terms[0]) for terms in terms_by_rank[: ranks.rank])
+            first = sum(len(terms[0]) for terms in terms_by_rank[: ranks.data_rank])
             keep_n[idx_m] = kept_m[first : first + len(idx_m)]
 
     def _accumulate(

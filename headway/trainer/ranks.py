@@ -16,6 +16,10 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headway.models.parallel.context import ContextRanks
+from headway.models.parallel.division import Division
+from headway.models.parallel.exchange import RankGroup
+from headway.models.parallel.experts import ExpertRanks
 from headway.records.errors import HeadwayError, RanksDiffer
 from headway.runtime.addresses import split_address
 from headway.runtime.stalls.collectives import COLLECTIVES
@@ -25,7 +29,7 @@ T = TypeVar("T")
 _SIOCGIFADDR = 0x8915  # ioctl: an interface's IPv4 address
 
 
-Dimension = Literal["all", "copies", "shards"]  # of the mesh: which ranks a collective is over
+Dimension = Literal["all", "copies", "shards", "context"]  # of the mesh: which ranks a collective is over
 
 _BUCKET_VALUES = 1 << 26  # that one all-reduce of `Ranks.sum_all_` sums, beside the tensors themselves
 
@@ -33,8 +37,9 @@ _BUCKET_VALUES = 1 << 26  # that one all-reduce of `Ranks.sum_all_` sums, beside
 class Ranks:
     """A rank of the trainer's mesh: copies of the model, of which each is divided among ``shards`` ranks.
 
-    Rank r is shard r % shards of copy r // shards. A single rank starts no process group unless it is ``meshed``, and
-    its sums are identities.
+    Rank r is shard r % shards of copy r // shards. Of a copy's ranks, ``context`` neighbours compute the same samples
+    and divide their tokens, and ``experts`` neighbours divide the experts of mixtures. A single rank starts no process
+    group unless it is ``meshed``, and its sums are identities.
 
     ``rendezvous``: equal for all ranks and new at every start: ``file://PATH`` of a file that doesn't exist yet, or
     ``tcp://HOST:PORT`` on which rank 0 will listen, for ranks on several machines.
@@ -48,17 +53,22 @@ class Ranks:
         rendezvous: str = "",
         device: torch.device | None = None,
         shards: int = 1,
+        context: int = 1,
+        experts: int = 1,
         *,
         meshed: bool = False,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank = {rank} must be in 0 .. {size - 1}")
-        if size % shards:
-            raise ValueError(f"shards = {shards} must divide size = {size}")
-        self.rank, self.size, self.shards = rank, size, shards
-        self.shard = rank % shards
+        if size % shards or shards % context or shards % experts:
+            raise ValueError(
+                f"shards = {shards} must divide size = {size}, and be divided by context = {context} and experts = "
+                f"{experts}"
+            )
+        self.rank, self.size, self.shards, self.context, self.experts = rank, size, shards, context, experts
         self._device = device or torch.device("cpu")
         self.mesh: DeviceMesh | None = None  # copies x shards; None: every rank has a whole copy, without FSDP2
+        self._context_mesh: DeviceMesh | None = None  # context groups x context
         if size > 1 or meshed:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(rendezvous))
             if rendezvous.startswith("tcp://"):
@@ -73,12 +83,44 @@ class Ranks:
         if shards > 1 or meshed:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            names = "copies", "shards"
-            self.mesh = init_device_mesh(self._device.type, (size // shards, shards), mesh_dim_names=names)
+            if experts == 1:
+                self.mesh = self._open_mesh(copies=size // shards, shards=shards)
+            else:
+                self.mesh = self._open_mesh(copies=size // shards, same_experts=shards // experts, experts=experts)
+                self.mesh["same_experts", "experts"]._flatten("shards")
+        if context > 1:
+            self._context_mesh = self._open_mesh(groups=size // context, context=context)
+
+    def _open_mesh(self, **sizes: int) -> DeviceMesh:
+        return init_device_mesh(self._device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    @property
+    def data_size(self) -> int:
+        """The number of parts of a batch, of which the ranks of a context group have the same one."""
+        return self.size // self.context
+
+    @property
+    def data_rank(self) -> int:
+        """The index of this rank's part of a batch."""
+        return self.rank // self.context
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of its context group: its values and counts are those of the group."""
+        return self.rank % self.context == 0
+
+    def division(self) -> Division:
+        """The ranks with which this one computes a model."""
+        context, mesh = self._context_mesh, self.mesh
+        return Division(
+            context=None if context is None else ContextRanks(RankGroup(context.get_group("context"))),
+            experts=None if mesh is None or self.experts == 1 else ExpertRanks(mesh["experts"]),
+        )
 
     def count(self, dimension: Dimension = "all") -> int:
         """The number of ranks along a dimension of the mesh."""
-        return {"all": self.size, "copies": self.size // self.shards, "shards": self.shards}[dimension]
+        copies = self.size // self.shards
+        return {"all": self.size, "copies": copies, "shards": self.shards, "context": self.context}[dimension]
 
     def sum_(self, tensor: Tensor, dimension: Dimension = "all") -> Tensor:
         """Sum ``tensor`` in place over the ranks of a dimension; returns it."""
@@ -112,22 +154,9 @@ class Ranks:
                 member.copy_(part.view_as(member))
             bucket = []
 
-    def own_rows(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor's first dimension that is this shard's, as FSDP2 divides it; a view."""
-        rows = -(-len(tensor) // self.shards)
-        return tensor[self.shard * rows : (self.shard + 1) * rows]
-
-    def all_rows(self, own: Tensor, rows: int) -> Tensor:
-        """A tensor of ``rows`` rows of which each shard has its `own_rows`, complete on all ranks."""
-        padded = own.new_zeros(-(-rows // self.shards), *own.shape[1:], device=self._device)
-        padded[: len(own)] = own
-        gathered = padded.new_empty(self.shards * len(padded), *own.shape[1:])
-        with COLLECTIVES.inside("all_gather"):
-            torch.distributed.all_gather_single(gathered, padded, group=self._group("shards"))
-        return gathered[:rows]
-
     def _group(self, dimension: Dimension) -> torch.distributed.ProcessGroup | None:
-        return None if self.mesh is None or dimension == "all" else self.mesh.get_group(dimension)
+        mesh = self._context_mesh if dimension == "context" else self.mesh
+        return None if mesh is None or dimension == "all" else mesh.get_group(dimension)
 
     def all_gather(self, value: T) -> list[T]:
         """Return every rank's ``value``, any small object, rank 0's first."""
@@ -137,6 +166,10 @@ class Ranks:
         with COLLECTIVES.inside("all_gather"):
             torch.distributed.all_gather_object(values, value)
         return cast("list[T]", values)
+
+    def all_gather_data(self, value: T) -> list[T]:
+        """Return ``value`` of every part of a batch, which the ranks of a context group have all."""
+        return self.all_gather(value)[:: self.context]
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's ``value``, any object, on rank 0, its own first; [] on all others."""

@@ -191,8 +191,7 @@ class TrainerService(ModelService):
     ) -> None:
         validated = validate_experiment(experiment, "experiment")
         settings = validated.trainer
-        device, meshed = use_device(context.device), settings.host_memory == "all"
-        ranks = Ranks(rank, world_size, rendezvous, device, settings.shards_of(world_size), meshed=meshed)
+        ranks = open_ranks(settings, rank, world_size, rendezvous, use_device(context.device))
         replays, pixels = replayed_routing(validated) is not None, PixelStore(Path(validated.run.directory) / FOLDER)
         super().__init__(context, validated, run_id, settings, ranks, replays=replays, pixels=pixels)
         self.exports_weights = exports_weights
@@ -381,6 +380,12 @@ def _write(path: str, fill: Callable[[Path], None], state: CheckpointState) -> N
         raise StorageFailed(
             f"{path} can't be written: {error}; free some space and start again (a run with --resume)"
         ) from error
+
+
+def open_ranks(settings: TrainerConfig, rank: int, size: int, rendezvous: str, device: torch.device) -> Ranks:
+    """A rank of the mesh that ``settings`` ask for; blocks until all ``size`` ranks are there."""
+    layout, meshed = settings.layout_of(size), settings.host_memory == "all"
+    return Ranks(rank, size, rendezvous, device, *layout, meshed=meshed)
 
 
 def use_device(device: Any) -> torch.device:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError
@@ -52,28 +53,30 @@ class ShardedModel:
         on_gpu = model.device.type == "cuda"
         options: dict[str, Any] = {
             "mesh": ranks.mesh["shards"],
+            "shard_placement_fn": None if model.division.experts is None else _placement(ranks.mesh["same_experts"]),
             "ignored_params": set(whole),
             # Positions must not be rounded, as casting a layer's inputs would.
             "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if in_host_memory else OffloadPolicy(),
         }
-        self.model, self._ranks = model, ranks
+        self.model = model
         units: list[Any] = [*model.layers, model]
         for unit in units:
             fully_shard(unit, **options)
             # Neither setter is recursive, and gloo has no sum of scaled summands.
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
-            unit.set_custom_all_gather(_CountedCollective("all_gather", torch.distributed.all_gather_single))
-            unit.set_custom_reduce_scatter(
-                _CountedCollective("reduce_scatter", torch.distributed.reduce_scatter_single)
-            )
+            for group in unit._get_fsdp_state()._fsdp_param_groups:  # the setters take units without experts alone
+                group._all_gather_comm = _CountedCollective("all_gather", torch.distributed.all_gather_single)
+                group._reduce_scatter_comm = _CountedCollective(
+                    "reduce_scatter", torch.distributed.reduce_scatter_single
+                )
         self._root: Any = model
         self._root.set_reduce_scatter_unused_params(True)  # a rank's tokens may use less of a layer than others'
         register(model, "compute")
         model.compute = partial(self._compute, model.compute)
         model.most_calls = partial(ranks.largest, dimension="shards")
-        self._complete_parameters = self._gather_once(units, whole)
+        self._complete_parameters = self._gather_once(units)
 
     def _compute(self, compute: Callable[[Callable[[], T]], T], function: Callable[[], T]) -> T:
         outcome = compute(function)
@@ -81,9 +84,9 @@ class ShardedModel:
             self._root.reshard()
         return outcome
 
-    def _gather_once(self, units: list[Any], whole: Collection[nn.Parameter]) -> list[nn.Parameter]:
+    def _gather_once(self, units: list[Any]) -> list[nn.Parameter]:
         """The parameters of complete units, which FSDP2 makes at the first gathering and keeps."""
-        kept_ids, parameters = {id(parameter) for parameter in whole}, list[nn.Parameter]()
+        kept_ids, parameters = {id(parameter) for parameter in self.model.parameters()}, list[nn.Parameter]()
         with torch.no_grad():
             self.model.compute(lambda: None)
         for unit in units:
@@ -91,7 +94,7 @@ class ShardedModel:
             complete = [
                 parameter
                 for parameter in unit.parameters()
-                if not is_divided(parameter) and id(parameter) not in kept_ids and parameter.requires_grad
+                if id(parameter) not in kept_ids and parameter.requires_grad
             ]
             if unit is self.model and any(parameter.dtype != torch.float32 for parameter in complete):
                 for parameter in complete:  # each chunk of logits adds to the gradients of embedding and head
@@ -106,9 +109,14 @@ class ShardedModel:
         for parameter in self._complete_parameters:
             parameter.grad = None
 
-    def complete(self, tensor: Tensor) -> Tensor:
-        """All rows of one of the model's parameters, gathered by all ranks together."""
-        return self._ranks.all_rows(own_rows_of(tensor), len(tensor)) if is_divided(tensor) else tensor
+
+def _placement(same_experts: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Where FSDP2 divides a parameter: one of experts, which are divided already, among the ranks that have the same."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    placement = ShardPlacementResult(Shard(0), FSDPMeshInfo(same_experts, shard_mesh_dim=0))
+    return lambda parameter: placement if is_divided(parameter) else None
 
 
 class _CountedCollective:
@@ -134,6 +142,20 @@ class _CountedCollective:
 def is_divided(tensor: Tensor) -> bool:
     """Whether a rank has some rows of this tensor alone."""
     return hasattr(tensor, "_local_tensor")
+
+
+def all_rows_of(weight: Tensor, own: Tensor | None = None) -> Tensor:
+    """All rows of a parameter, or of a tensor of which each rank has ``own`` for its rows of ``weight``, gathered by
+    all ranks together; the tensor itself if it isn't divided."""
+    own = own_rows_of(weight) if own is None else own
+    if not is_divided(weight):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = cast("Any", weight).device_mesh, cast("Any", weight).placements
+    layout = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
+    with COLLECTIVES.inside("all_gather"):
+        return DTensor.from_local(own.to(mesh.device_type), mesh, placements, **layout).full_tensor()
 
 
 def own_rows_of(tensor: Tensor) -> Tensor:

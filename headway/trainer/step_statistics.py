@@ -100,14 +100,14 @@ class Progress:
 
     def gather(self, ranks: Ranks) -> Progress:
         """Move the values of all computed tokens, as float32, and the totals to rank 0, whose result has them rank
-        after rank; on all others totals are 0."""
+        after rank, once where several ranks compute the same samples; on all others totals are 0."""
         if ranks.size == 1:
             return self
         idx_m = np.flatnonzero(self.seen_n)
         arrays = {name: getattr(self, name)[idx_m].astype(np.float32) for name in ("behaviour_n", *_COMPUTED)}
         prepared = None if self.prepared is None else self.prepared.take(idx_m)
-        if parts := ranks.gather(replace(self, **arrays, prepared=prepared)):
-            gathered = Progress.joined(parts)
+        if parts := ranks.gather(replace(self, **arrays, prepared=prepared) if ranks.is_first else None):
+            gathered = Progress.joined([part for part in parts if part is not None])
             return replace(gathered, updates=self.updates, skipped_minibatches=self.skipped_minibatches)
         return replace(self, **dict.fromkeys(_COUNTED, 0))
 

@@ -24,8 +24,7 @@ from headway.trainer.checkpoints import CheckpointState
 from headway.trainer.learner import Update
 from headway.trainer.micro_batch_limit import MicroBatchLimit, reporting_shortage
 from headway.trainer.optimizer import learning_rate
-from headway.trainer.ranks import Ranks
-from headway.trainer.service import ModelService, use_device
+from headway.trainer.service import ModelService, open_ranks, use_device
 
 
 class SupervisedService(ModelService):
@@ -47,9 +46,8 @@ class SupervisedService(ModelService):
     ) -> None:
         validated = validate_experiment(experiment, "experiment")
         self.settings = validated.sft
-        device, trainer = use_device(context.device), validated.trainer
-        meshed = trainer.host_memory == "all"
-        ranks = Ranks(rank, world_size, rendezvous, device, trainer.shards_of(world_size), meshed=meshed)
+        trainer = validated.trainer
+        ranks = open_ranks(trainer, rank, world_size, rendezvous, use_device(context.device))
         super().__init__(context, validated, run_id, trainer, ranks)
         self._limit = MicroBatchLimit(validated.trainer, self.learner, may_halve=True)
         self.skipped = 0  # steps whose loss or gradient wasn't finite
@@ -175,7 +173,9 @@ class SupervisedService(ModelService):
     def _accumulate_once(self, arrays: SampleArrays) -> tuple[float, float]:
         mean_loss = flops = 0.0
         micro_batches = self._micro_batches(arrays)
-        first_index = self.ranks.rank * len(micro_batches)
+        ranks = self.ranks
+        slice_index = ranks.rank % ranks.context  # of each micro-batch's tokens, which have other dropout
+        first_index = (ranks.data_rank + ranks.data_size * slice_index) * len(micro_batches)
         for micro_batch_index, batch in enumerate(micro_batches, first_index):
             self._set_dropout_key(f"{self.experiment.run.seed}/{self.version + self.skipped}/{micro_batch_index}")
             loss: Tensor = -self.learner.logprobs(batch, arrays, 1.0).logprobs_m.sum() / arrays.loss_tokens
@@ -187,7 +187,8 @@ class SupervisedService(ModelService):
 
     def _micro_batches(self, arrays: SampleArrays) -> list[MicroBatchArrays]:
         """This rank's micro-batches, as many as every other rank has."""
-        plan = pack((arrays.lengths_s - 1).tolist(), self._limit.size.tokens, self.ranks.size)[self.ranks.rank]
+        ranks, lengths = self.ranks, (arrays.lengths_s - 1).tolist()
+        plan = pack(lengths, self._limit.size.tokens, ranks.data_size)[ranks.data_rank]
         return [slice_micro_batch(arrays, sequences) if sequences else EMPTY_MICRO_BATCH for sequences in plan]
 
     def _require_equal(self, call: str, **facts: int) -> None:
@@ -195,8 +196,9 @@ class SupervisedService(ModelService):
         self.ranks.require_equal(call, {"version": self.version, **tokens, **facts})
 
     def _sum(self, *totals: float) -> list[float]:
-        """Sum each of ``totals`` over the ranks."""
-        return self.ranks.sum_(torch.tensor(totals, dtype=torch.float64, device=self.learner.device)).tolist()
+        """Sum each of ``totals`` over the ranks, once where several compute the same sequences."""
+        totals_tensor = torch.tensor(totals, dtype=torch.float64, device=self.learner.device)
+        return self.ranks.sum_(totals_tensor * self.ranks.is_first).tolist()
 
     def _set_dropout_key(self, key: str | None) -> None:
         """Set the key of the adapter's dropout, if it has dropout; None: disable dropout."""

@@ -39,7 +39,7 @@ class TokenRecorder:
         if not self._share or (self._ranks.size == 1 and not self._recording):
             return
         try:
-            rows = _values(batch, arrays, progress, self._share)
+            rows = _values(batch, arrays, progress, self._share) if self._ranks.is_first else None
         except Exception as error:  # the boundary to the record: its failure must not affect the step
             rows = error
         rows_by_rank = self._ranks.gather(rows)
@@ -48,7 +48,7 @@ class TokenRecorder:
         try:
             if self._writer is None:  # not before the first step: some processes only publish or measure
                 self._writer = SegmentWriter(self._folder, TRAINED, first=batch.step, max_bytes=self._max_bytes)
-            for rows in rows_by_rank:
+            for rows in filter(None, rows_by_rank):
                 if isinstance(rows, Exception):
                     raise rows
                 self._writer.append(rows, batch.step)

@@ -104,6 +104,29 @@ def test_two_ranks_with_their_shares_equal_one(case: str, tmp_path: Path) -> Non
     compare_weights(tmp_path / "1", tmp_path / "2", file)
 
 
+@pytest.mark.parametrize(
+    ("case", "ranks", "context"),
+    [
+        ("parts", 2, 2),
+        pytest.param("parts", 4, 2, marks=pytest.mark.slow),
+        *[pytest.param(name, 2, 2, marks=pytest.mark.slow) for name in CASES if name != "parts"],
+    ],
+)
+def test_ranks_of_the_same_samples_report_and_record_them_once(
+    case: str, ranks: int, context: int, tmp_path: Path
+) -> None:
+    parts, sections = CASES[case]
+    batches, record, reports = [make_batch(step, step=step) for step in range(2)], None, list[list[Any]]()
+    for count, divided in ((1, {}), (ranks, {"context_parallel": context})):
+        run = {"algorithm": dict(sections.get("algorithm", {})), **divided}
+        reports.append(trained(tmp_path, count, batches, parts=parts, **{**sections, **run}))
+        record = require_same_record(tmp_path, 1, record)
+        assert len(record) == len(batches[1].samples)
+    require_equal(*reports)
+    file = "adapter_model.safetensors" if "model" in sections else "model.safetensors"
+    compare_weights(tmp_path / "1", tmp_path / str(ranks), file)
+
+
 def test_ranks_without_samples_compute_empty_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]))
     batches = [make_batch(1, groups=1, members=2), make_batch(2, groups=1, members=1, step=1, longest=12)]

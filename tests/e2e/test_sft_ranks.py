@@ -21,7 +21,7 @@ pytestmark = pytest.mark.real
 PAIRS = [(f"{a}+{b}=", str(a + b)) for a in range(6) for b in range(6)]
 
 
-def trained(folder: Path, ranks: int, **sections: Any) -> dict[str, Any]:
+def trained(folder: Path, ranks: int, divided: dict[str, int] | None = None, **sections: Any) -> dict[str, Any]:
     model = folder / "model"
     if not model.exists():
         make_model(model, vocabulary=300)
@@ -32,7 +32,8 @@ def trained(folder: Path, ranks: int, **sections: Any) -> dict[str, Any]:
     sft = {"data": str(folder / "pairs.jsonl"), "output": str(folder / f"out-{ranks}"), "batch_sequences": 12,
            "warmup_steps": 2, "learning_rate": 1e-2, "devices": [f"cpu:{min(rank, last)}" for rank in range(ranks)],
            **sections.pop("sft", {})}  # fmt: skip
-    raw = make_experiment(str(model), folder, sft=sft, trainer={"micro_batch_tokens": 20}, **sections)
+    trainer = {"micro_batch_tokens": 20, "devices": sft["devices"]} | (divided if ranks > 1 and divided else {})
+    raw = make_experiment(str(model), folder, sft=sft, trainer=trainer, **sections)
     return run_sft(validate_experiment(raw, "test"))
 
 
@@ -48,8 +49,11 @@ def trained(folder: Path, ranks: int, **sections: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_two_ranks_of_sft_equal_one(tmp_path: Path, sections: dict[str, Any], file: str) -> None:
-    alone, both = (trained(tmp_path, ranks, **{k: dict(v) for k, v in sections.items()}) for ranks in (1, 2))
+@pytest.mark.parametrize("divided", [{}, {"context_parallel": 2}])
+def test_two_ranks_of_sft_equal_one(
+    tmp_path: Path, sections: dict[str, Any], file: str, divided: dict[str, int]
+) -> None:
+    alone, both = (trained(tmp_path, ranks, divided, **{k: dict(v) for k, v in sections.items()}) for ranks in (1, 2))
     names = ("loss", "loss_mean", "grad_norm", "tokens", "version", "flops", "effective_token_share")
     names += ("held_out_loss",) if "epochs" in sections["sft"] else ()
     assert {name: both[name] for name in names} == pytest.approx({name: alone[name] for name in names}, rel=1e-4)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 from division_faults import FAULTS
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from headway.models import lora
 from headway.models.adapter_targets import AdaptedTarget, targets_of
@@ -28,6 +29,7 @@ from headway.models.parallel.exchange import RankGroup
 from headway.models.parallel.experts import ExpertRanks
 from headway.records.errors import ConfigurationError
 from headway.runtime.stalls.collectives import COLLECTIVES
+from headway.trainer.sharding import own_rows_of
 from tests.conformance.reference import random_model
 
 EXPERTS = ("gate_up_weight", "down_weight")
@@ -254,7 +256,7 @@ def kept_bytes(layout: Layout | None, tokens: int) -> int:
 
 def _gradients(parameters: dict[str, Any]) -> dict[str, Tensor]:
     return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        name: own_rows_of(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for name, parameter in parameters.items()
         if parameter.requires_grad
     }
@@ -270,7 +272,7 @@ def _division(layout: Layout) -> tuple[Division, Any, Any]:
         same_experts = _own_group(layout.groups(layout.ranks // layout.experts, not layout.crossed))
     division = Division(
         context=None if context is None else ContextRanks(RankGroup(context)),
-        experts=None if experts is None else ExpertRanks(RankGroup(experts)),
+        experts=None if experts is None else ExpertRanks(DeviceMesh.from_group(experts, "cpu")),
     )
     return division, experts, same_experts
 

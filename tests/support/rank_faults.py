@@ -7,8 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import division_faults
+
 from headway.models.packed_model import PackedModel
+from headway.models.parallel.experts import ExpertRanks
 from headway.trainer import sharding
+from headway.trainer.learner import Learner
 from headway.trainer.ranks import Ranks
 
 
@@ -72,6 +76,51 @@ def stale_parameters() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def denominators_of_every_rank() -> Iterator[None]:
+    """Ranks that compute the same samples each count them in the denominators."""
+    with mock.patch.object(Ranks, "all_gather_data", Ranks.all_gather):
+        yield
+
+
+@contextmanager
+def counts_of_every_rank() -> Iterator[None]:
+    """Ranks that compute the same samples each add their figures."""
+    with mock.patch.object(Ranks, "is_first", True):
+        yield
+
+
+@contextmanager
+def experts_of_another_rank() -> Iterator[None]:
+    """A rank takes experts other than those that tokens are sent to it for."""
+    original = ExpertRanks.divide
+
+    def divide(self: ExpertRanks, weight: Any) -> Any:
+        shift = len(weight) // self.ranks.size
+        return original(self, type(weight)(weight.detach().roll(shift, 0), requires_grad=weight.requires_grad))
+
+    with mock.patch.object(ExpertRanks, "divide", divide):
+        yield
+
+
+@contextmanager
+def experts_summed_once_more() -> Iterator[None]:
+    """The gradients of experts are summed over the ranks that divide them, beside what FSDP2 sums."""
+    original = Learner.gradients
+
+    def gradients(self: Learner) -> list[Any]:
+        assert self.ranks.mesh is not None
+        summed = original(self)
+        for weight, gradient in zip(self.weights().values(), summed, strict=True):
+            if weight.ndim == 3:
+                self.ranks.sum_(gradient, "shards")
+        return summed
+
+    with mock.patch.object(Learner, "gradients", gradients):
+        yield
+
+
+LAYOUT_FAULTS = (denominators_of_every_rank, counts_of_every_rank, experts_of_another_rank, experts_summed_once_more)
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -86,6 +135,7 @@ FAULTS = {
 
 
 def with_fault(mesh: tuple[int, int, str], fault: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``function`` on a rank that has the fault."""
-    with FAULTS[fault]():
+    """Call ``function`` on a rank that has the fault, one of these or of `division_faults`."""
+    faults = {**division_faults.FAULTS, **FAULTS, **{plant.__name__: plant for plant in LAYOUT_FAULTS}}
+    with faults[fault]():
         return function(mesh, *arguments)

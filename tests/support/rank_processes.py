@@ -15,17 +15,19 @@ from unittest import mock
 
 import numpy as np
 import torch
+from rank_batches import make_rank_batch
 from tiny_trainer import Context, make_batch
 
 from headway.algorithms.samples import FlatBatch, MicroBatchArrays, SampleArrays, lay_out, slice_micro_batch
 from headway.algorithms.step_plan import divide
+from headway.models.shards.shard import shards_of
 from headway.records.errors import LayoutsDisagree
 from headway.records.training import TrainBatch
 from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.trainer.layout_check import compare_with_one_rank
 from headway.trainer.learner import Learner
 from headway.trainer.service import TrainerService
-from headway.trainer.sharding import is_divided
+from headway.trainer.sharding import all_rows_of, is_divided
 
 _starts = itertools.count()
 Weights = dict[str, np.ndarray]
@@ -99,9 +101,9 @@ def service(mesh: tuple[int, int, str], experiment: dict[str, Any], run_id: str 
 def share(trainer: TrainerService, batch: TrainBatch) -> FlatBatch:
     """What the client sends to this rank."""
     laid_out, ranks = lay_out(batch), trainer.ranks
-    if ranks.size == 1:
+    if ranks.data_size == 1:
         return laid_out
-    return laid_out.take(divide(laid_out, trainer.experiment.trainer, ranks.size)[ranks.rank])
+    return laid_out.take(divide(laid_out, trainer.experiment.trainer, ranks.data_size)[ranks.data_rank])
 
 
 def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
@@ -109,7 +111,7 @@ def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
     weights = learner.weights()
     named = zip(learner.masters.trained(), tensors, strict=True)
     if learner._trains_rows:
-        return {name: learner.ranks.all_rows(own, len(weights[name])).numpy().copy() for name, own in named}
+        return {name: all_rows_of(weights[name], own.detach()).numpy().copy() for name, own in named}
     return {name: tensor.detach().numpy().copy() for name, tensor in named}
 
 
@@ -119,11 +121,14 @@ def summed_gradients(learner: Learner) -> Weights:
     return complete(learner, gradients)
 
 
-def train(mesh: tuple[int, int, str], experiment: dict[str, Any], steps: int = 3) -> dict[str, Any]:
-    """Gradients of a batch before any step, gradient norms of steps, log-probabilities and the weights after them."""
+def train(
+    mesh: tuple[int, int, str], experiment: dict[str, Any], steps: int = 3, kind: str = "plain"
+) -> dict[str, Any]:
+    """Gradients of a batch before any step, gradient norms of steps, log-probabilities and the weights after them.
+    ``kind``: of the batches, as of `make_rank_batch`."""
     trainer = service(mesh, experiment)
     learner = trainer.learner
-    batches = [make_batch(number, groups=8, step=number) for number in range(steps)]
+    batches = [make_rank_batch(kind, number, number) for number in range(steps)]
     first_probe = trainer.score()
     trainer.policy.accumulate_gradients(share(trainer, batches[0]).arrays())
     gradients = summed_gradients(learner)
@@ -140,6 +145,8 @@ def train(mesh: tuple[int, int, str], experiment: dict[str, Any], steps: int = 3
         "weights": weights,
         "first_probe": first_probe.paths["alone"].logprobs,
         "probe": probe.paths["alone"].logprobs,
+        "hidden": first_probe.paths["packed"].hidden,
+        "tokens": [(report.tokens, report.loss_tokens, report.micro_batches) for report in reports],
     }
 
 
@@ -209,6 +216,15 @@ def state_of(trainer: TrainerService) -> Weights:
         for name, values in complete(learner, [state[kind] for state in states]).items()
     }
     return complete(learner, learner.parameters) | moments
+
+
+def shard_rows(mesh: tuple[int, int, str], experiment: dict[str, Any]) -> dict[str, Any]:
+    """This rank's rows of each weight: the weight's shape, the first row and the rows."""
+    trainer = service(mesh, experiment)
+    shards = shards_of(trainer.learner.weights())
+    rows = {shard.name: (shard.shape, shard.first, shard.tensor.numpy().copy()) for shard in shards}
+    trainer.close()
+    return rows
 
 
 def counted(mesh: tuple[int, int, str], experiment: dict[str, Any]) -> dict[str, Any]:

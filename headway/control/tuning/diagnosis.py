@@ -228,8 +228,9 @@ def _valid_splits(
             split_experiment = placed_experiment(experiment, settings)
         except ConfigurationError:
             continue
-        if (shards := split_experiment.trainer.shards) != experiment.trainer.shards:
-            settings["trainer.shards"] = str(shards)
+        for key in ("shards", "context_parallel", "expert_parallel"):
+            if (number := getattr(split_experiment.trainer, key)) != getattr(experiment.trainer, key):
+                settings[f"trainer.{key}"] = str(number)
         split = DeviceSplit(
             settings=settings,
             replicas=len(replicas),

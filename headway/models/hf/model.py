@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from headway.config.schema import Checkpointing
 from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import read_json
+from headway.models.families import FAMILIES
 from headway.models.hf.attention import PACKED, packing
 from headway.models.hf.configuration import HfConfig, ropes_by_length
 from headway.models.hf.pixels import Pixels
@@ -33,7 +34,7 @@ from headway.models.kernels import UnpadDocuments
 from headway.models.loading import copy_tokenizer, parse_dtype, require_finite_tensors
 from headway.models.packed_model import PackedModel
 from headway.models.parallel.division import Division
-from headway.models.parallel.divisors import require_heads
+from headway.models.parallel.divisors import require_divisible, require_heads
 from headway.models.weight_files import weight_files
 from headway.records.errors import ConfigurationError
 
@@ -119,11 +120,7 @@ class HfModel(PackedModel):
 
     def divide(self, division: Division) -> None:
         context, text = division.context, self.module.config.get_text_config()
-        if division.experts is not None:
-            raise ConfigurationError(
-                f"trainer.expert_parallel = {division.experts.ranks.size}: not supported for models of transformers; "
-                "valid: 1"
-            )
+        require_divisible(self.config, experts=1 if division.experts is None else division.experts.ranks.size)
         if context is not None:
             names = [name for name, _ in self.module.named_parameters() if name.endswith("sinks")]
             reasons = {
@@ -135,7 +132,8 @@ class HfModel(PackedModel):
             if reason := next((reason for reason, is_met in reasons.items() if is_met), ""):
                 raise ConfigurationError(
                     f"trainer.context_parallel = {context.ranks.size}: not supported for transformers' "
-                    f"{self.config.model_type}: {reason}; valid: 1"
+                    f"{self.config.model_type}: {reason}; valid: 1, or an architecture without that, such as "
+                    f"{', '.join(FAMILIES)}"
                 )
             heads = text.num_attention_heads
             # A layer's module repeats key/value heads by the number of query heads for each, which copies would change.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from headway.models.configuration import DecoderConfig
+from headway.models.families import FAMILIES
+from headway.models.hf.configuration import HfConfig
 from headway.records.errors import ConfigurationError
 
 
@@ -23,16 +25,24 @@ def require_heads(heads: int, kv_heads: int, ranks: int, *, copied: bool = True)
         )
 
 
-def require_divisible(config: DecoderConfig, context: int = 1, experts: int = 1) -> None:
-    """Raise ConfigurationError if ``context`` ranks can't divide the heads of a model, or ``experts`` its experts."""
-    require_heads(config.heads, config.kv_heads, context)
-    if experts == 1:
-        return
+def require_divisible(config: DecoderConfig | HfConfig, context: int = 1, experts: int = 1) -> None:
+    """Raise ConfigurationError if ``context`` ranks can't divide the heads of a model, or ``experts`` its experts. The
+    heads of a model of transformers are known once it is loaded."""
+    if isinstance(config, DecoderConfig):
+        require_heads(config.heads, config.kv_heads, context)
+    if experts > 1 and (reason := _indivisible(config, experts)):
+        raise ConfigurationError(f"trainer.expert_parallel = {experts}: {reason}")
+
+
+def _indivisible(config: DecoderConfig | HfConfig, ranks: int) -> str:
+    """The reason why ``ranks`` can't divide a model's experts, and what is valid; "": they can."""
+    if not isinstance(config, DecoderConfig):
+        mixtures = ", ".join(family.architecture for family in FAMILIES.values() if family.experts)
+        return f"not supported for models of transformers; valid: 1, or {mixtures} in Headway's implementation"
     if config.routing is None:
-        raise ConfigurationError(f"trainer.expert_parallel = {experts}: the model has no experts; valid: 1")
-    if config.routing.experts % experts:
-        valid = [str(n) for n in range(1, config.routing.experts + 1) if config.routing.experts % n == 0]
-        raise ConfigurationError(
-            f"trainer.expert_parallel = {experts}: {config.routing.experts} experts can't be divided among {experts} "
-            f"ranks; valid: {', '.join(valid)}"
-        )
+        return "the model has no experts; valid: 1"
+    count = config.routing.experts
+    if count % ranks == 0:
+        return ""
+    valid = ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)
+    return f"{count} experts can't be divided among {ranks} ranks; valid: {valid}"

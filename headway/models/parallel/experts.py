@@ -9,18 +9,41 @@ x experts of a rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headway.models.parallel.exchange import RankGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ExpertRanks:
     """Ranks of which each has equally many neighbouring experts of every mixture. Their tokens differ."""
 
-    def __init__(self, ranks: RankGroup) -> None:
-        self.ranks = ranks
+    def __init__(self, mesh: DeviceMesh) -> None:
+        """``mesh``: of one dimension, these ranks."""
+        self._mesh = mesh
+        self.ranks = RankGroup(mesh.get_group())
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ExpertRanks:
+        return self  # a copy of a model computes with the same ranks
+
+    def divide(self, weight: nn.Parameter) -> nn.Parameter:
+        """A parameter of this rank's experts alone, from one of all experts, [X, ...]: a DTensor of the same shape."""
+        from torch.distributed.tensor import DTensor, Shard  # one rank alone needn't load it
+
+        own_experts = weight.detach()[self.rows(len(weight))].clone()
+        layout = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
+        divided = DTensor.from_local(own_experts, self._mesh, [Shard(0)], **layout)
+        return nn.Parameter(divided, requires_grad=weight.requires_grad)
+
+    @staticmethod
+    def own_experts(weight: Tensor) -> Tensor:
+        """This rank's experts of a parameter of `divide`, with gradient."""
+        return weight.to_local()  # pyright: ignore[reportAttributeAccessIssue]
 
     def rows(self, experts: int) -> slice:
         """This rank's experts of a mixture of ``experts``: rows of dimension 0 of the experts' tensors."""

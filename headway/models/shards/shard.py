@@ -35,6 +35,11 @@ class Shard:
         """The rows as a view [rows, width]."""
         return self.tensor.view(-1, row_width(self.shape))
 
+    def part_of(self, undivided: Tensor) -> Tensor:
+        """The same rows of another tensor of the undivided shape; a view if that is contiguous."""
+        matrix = undivided.reshape(-1, row_width(self.shape))
+        return matrix[self.first : self.first + self.rows].view(self.tensor.shape)
+
     def copied(self) -> Shard:
         """A shard of the same rows, in new memory of the host."""
         copy = self.tensor.cpu()

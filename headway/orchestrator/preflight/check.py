@@ -16,6 +16,7 @@ from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig, adapter_size, read_config
+from headway.models.parallel.divisors import require_divisible
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.capacity import layout_findings, memory_findings, memory_places, nearest_folder
 from headway.orchestrator.preflight.cluster import cluster_findings
@@ -86,6 +87,7 @@ def check(
         _model,
         _reference,
         _adapter,
+        _ranks,
         _tokenizer,
         _tasks,
         _prompts,
@@ -183,6 +185,15 @@ def _adapter(inputs: _Inputs, findings: Findings) -> None:
             "trainer.learning_rate",
             f"{learning_rate:g} is a rate for training a whole model; adapters learn as fast at about ten times that",
         )
+
+
+def _ranks(inputs: _Inputs, findings: Findings) -> None:
+    trainer = inputs.experiment.trainer
+    _, context, experts = trainer.layout_of(len(trainer.devices))
+    for key, options in (("context_parallel", {"context": context}), ("expert_parallel", {"experts": experts})):
+        with findings.refused(f"trainer.{key}"):
+            if inputs.model is not None:
+                require_divisible(inputs.model, **options)
 
 
 def _tokenizer(inputs: _Inputs, findings: Findings) -> None:

@@ -311,8 +311,7 @@ class RankLayout(NamedTuple):
 
     @classmethod
     def of(cls, settings: TrainerConfig) -> RankLayout:
-        context = settings.context_parallel
-        return cls(settings.shards_of(len(settings.devices) // context) * context, context, settings.expert_parallel)
+        return cls(*settings.layout_of(len(settings.devices)))
 
     def rows_of(self, weights: int, experts: int = 0) -> int:
         """A rank's part of ``weights``, and of ``experts`` weights in experts."""

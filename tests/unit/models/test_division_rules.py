@@ -102,7 +102,8 @@ def test_a_decoder_that_ranks_cannot_divide_is_refused_by_name(
 
 @given(count=st.integers(1, 9), size=st.integers(1, 9))
 def test_every_expert_is_one_ranks(count: int, size: int) -> None:
-    ranks = [ExpertRanks(cast("Any", SimpleNamespace(rank=rank, size=size))) for rank in range(size)]
+    groups = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: size) for rank in range(size)]
+    ranks = [ExpertRanks(cast("Any", SimpleNamespace(get_group=lambda group=group: group))) for group in groups]
     spans = [experts.rows(count * size) for experts in ranks]
     assert [index for span in spans for index in range(span.start, span.stop)] == list(range(count * size))
 
