@@ -182,7 +182,10 @@ def test_a_checkpoint_loads_in_every_layout(folder: Path, tmp_path: Path, layout
 def test_the_rows_of_all_shards_are_the_models(folder: Path, layout: str) -> None:
     size, _, context, _ = LAYOUTS[layout]
     experiment = experiment_of(folder, "qwen3_moe", "plain", LAYOUTS[layout])
-    parts, model = processes(size).call(shard_rows, folder, experiment), random_model(0, vocabulary=41, family="qwen3_moe")
+    parts, model = (
+        processes(size).call(shard_rows, folder, experiment),
+        random_model(0, vocabulary=41, family="qwen3_moe"),
+    )
     bytes_by_rank = [sum(rows.nbytes for _, _, rows in shards.values()) for shards in parts]
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert max(bytes_by_rank) <= 1.1 * whole / size
