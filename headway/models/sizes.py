@@ -19,7 +19,6 @@ from typing import Any
 from headway.config.schema import Checkpointing
 from headway.models.configuration import read_json
 from headway.models.families import FAMILIES, read_window
-from headway.models.parallel.divisors import require_heads
 from headway.models.size_rules import RULES, SizeRules
 from headway.models.weight_files import tensor_shapes, weight_files
 from headway.records.errors import ConfigurationError
@@ -104,14 +103,6 @@ class ModelSizes:
     def cached_values(self) -> int:
         """The number of values cached per token in all layers, ignoring windows."""
         return sum(layer.cached for layer in self.layers)
-
-    def divides_heads(self, ranks: int) -> bool:
-        """Whether as many ranks can divide the heads, as ``trainer.context_parallel`` does."""
-        try:
-            require_heads(self.heads, self.kv_heads, ranks)
-        except ConfigurationError:
-            return False
-        return True
 
     def kv_bytes_per_token(self, number_bytes: float) -> float:
         """The bytes that one more token adds to the cache while no window is full."""

@@ -1,8 +1,8 @@
 """Writes an experiment that fits a machine's GPUs, by the memory model of `headway check`.
 
 Tried in this order, the first that fits is written: the whole model, the same with its optimiser in the host's memory,
-low-rank adapters, adapters beside 8-bit and 4-bit weights; a quarter of the GPUs training, then half of them, then one;
-replicas of one GPU, then of more by tensor parallelism. The fewest of the trainer's ranks that can divide a copy.
+low-rank adapters, adapters beside 8-bit and 4-bit weights; replicas of one GPU, then of more by tensor parallelism; a
+quarter of the GPUs training, then half of them, then one. The fewest of the trainer's ranks that can divide a copy.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _methods(machine: Machine) -> Iterator[MemoryChoice]:
     rank_counts = [ranks for ranks in (1, 2, 4, 8) if ranks == 1 or ranks < gpu_count]
     methods: list[tuple[bool, str, HostMemory]] = [(False, "", "none"), (False, "", "optimiser")][: 1 + (gpu_count > 0)]
     methods += [(True, quantization, "none") for quantization in ("", "8bit", "4bit")]
-    for (adapter, quantization, host_memory), trainers, ranks in product(methods, trainer_counts, rank_counts):
+    for (adapter, quantization, host_memory), ranks, trainers in product(methods, rank_counts, trainer_counts):
         if not (quantization and ranks > 1):  # vLLM would load the weights unquantised
             choice = MemoryChoice(
                 adapter=adapter, quantization=quantization, host_memory=host_memory, trainers=trainers, ranks=ranks

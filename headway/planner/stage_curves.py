@@ -23,7 +23,13 @@ from headway.control.rates.specs import ModelFigures, Parallelism, RatedDevice
 from headway.control.rates.training import TrainerRates, TrainingRecipe, publish_s
 from headway.models.sizes import ModelSizes, logit_rows
 from headway.orchestrator.preflight.capacity import with_trainer
-from headway.orchestrator.preflight.memory import CUDA_CONTEXT_BYTES, divides_experts, trained_weights, trainer_parts
+from headway.orchestrator.preflight.memory import (
+    CUDA_CONTEXT_BYTES,
+    divides_experts,
+    divides_heads,
+    trained_weights,
+    trainer_parts,
+)
 from headway.planner.model_figures import model_figures
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool, recipe
 from headway.planner.quantities import Quantity
@@ -319,7 +325,7 @@ class RooflineCurves(StageCurves):
             if host_memory == "none":
                 yield None, self._train
             return
-        contexts = [count for count in _powers(min(8, kind.device.per_node)) if self._sizes.divides_heads(count)]
+        contexts = [count for count in _powers(min(8, kind.device.per_node)) if divides_heads(self._sizes, count)]
         has_experts = divides_experts(self.experiment, self._sizes)
         experts = round(model.experts_per_token / model.active_experts) if has_experts else 1
         expert_counts = [count for count in _powers(devices) if experts % count == 0]

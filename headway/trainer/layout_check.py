@@ -44,7 +44,8 @@ def compare_with_one_rank(experiment: Experiment, learner: Learner) -> str:
     # With rounded weights a router sends some tokens to other experts.
     dtype = "float32" if learner.model.config.has_experts else settings.dtype
     with TemporaryDirectory(prefix="headway-layout-") as folder, torch.random.fork_rng():
-        if obstacle := write_narrow_model(experiment.model, folder, experiment.run.seed):
+        obstacles = ranks.all_gather(write_narrow_model(experiment.model, folder, experiment.run.seed))
+        if obstacle := max(obstacles):  # of any rank
             return f"gradients of {ranks.size} ranks weren't compared with those of one: {obstacle}"
         narrow = _narrow_experiment(experiment, folder, dtype)
         whole_batch = _batch(ranks.data_size)

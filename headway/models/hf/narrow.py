@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
 
-from headway.models.hf.model import load_hf
+from headway.models.hf.model import load_hf, stored_parts
 from headway.models.initialise import NARROW_VOCABULARY
 
 _LAYERS = 4  # beyond the dense layers that mixtures begin with
@@ -26,6 +28,7 @@ def write_narrow_hf(source: str | Path, folder: str | Path, seed: int, trust_rem
     if config.get_text_config() is not config:
         return f"{config.model_type} reads pictures as well"
     reason = ""
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for narrow_config in _narrow_configs(config):
         torch.manual_seed(seed)
         try:
@@ -33,7 +36,12 @@ def write_narrow_hf(source: str | Path, folder: str | Path, seed: int, trust_rem
                 meta_model = AutoModelForCausalLM.from_config(narrow_config, **options)
             if (size := sum(parameter.numel() for parameter in meta_model.parameters())) > _MOST_PARAMETERS:
                 return reason or f"{_LAYERS} layers of {config.model_type} have {size:,} parameters"
-            AutoModelForCausalLM.from_config(narrow_config, dtype=torch.float32, **options).save_pretrained(folder)
+            module = AutoModelForCausalLM.from_config(narrow_config, dtype=torch.float32, **options)
+            # Not by save_pretrained, which writes on the first of several ranks alone.
+            tensors = revert_weight_conversion(module, stored_parts(module))
+            contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, Path(folder) / "model.safetensors")
+            module.config.save_pretrained(folder)
             load_hf(folder, "float32", "cpu", trust_remote_code)
         except Exception as error:  # any error of an architecture's code for sizes that it wasn't made for
             reason = f"{config.model_type} isn't computed with other sizes ({type(error).__name__}: {str(error)[:80]})"

@@ -46,9 +46,11 @@ from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, whole_block
 from headway.models.adapter_targets import adapted_targets
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import adapter_size, implementation_of
+from headway.models.parallel.divisors import require_heads
 from headway.models.routing import replayed_routing
 from headway.models.sizes import ModelSizes, logit_rows, sizes_of
 from headway.records.check_report import MemoryUse
+from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, sharing, split_node
 from headway.tokens.grammar import MOST_CACHED_BYTES
 from headway.weights.slots import SHARED_MEMORY
@@ -316,6 +318,15 @@ class RankLayout(NamedTuple):
     def rows_of(self, weights: int, experts: int = 0) -> int:
         """A rank's part of ``weights``, and of ``experts`` weights in experts."""
         return -(-weights // self.ranks) + -(-experts // max(self.ranks, self.experts))
+
+
+def divides_heads(model: ModelSizes, ranks: int) -> bool:
+    """Whether as many ranks can divide the heads of attention, as ``trainer.context_parallel`` does."""
+    try:
+        require_heads(model.heads, model.kv_heads, ranks)
+    except ConfigurationError:
+        return False
+    return True
 
 
 def divides_experts(experiment: Experiment, model: ModelSizes) -> bool:

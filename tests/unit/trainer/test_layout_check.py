@@ -40,6 +40,25 @@ def test_layouts_agree_within_seconds(folder: Path, case: str) -> None:
         assert seconds < LIMIT_S
 
 
+@pytest.mark.parametrize(("case", "shards", "keys"), [
+    ("windows", 1, {"context_parallel": 4}),
+    ("transformers", 2, {"context_parallel": 2}),
+    ("mixture", 2, {"expert_parallel": 2}),
+    ("mixture", 2, {"expert_parallel": 2, "context_parallel": 2}),
+])  # fmt: skip
+def test_ranks_that_divide_tokens_and_experts_agree(folder: Path, case: str, shards: int, keys: dict[str, int]) -> None:
+    for result, error, _ in processes(4).call(compared, folder, experiment_of(folder, case, shards, **keys)):
+        assert (result[:41], error) == ("gradients of 4 ranks and of one differ by", "")
+
+
+@pytest.mark.parametrize("fault", ["gather sums", "gradients are averaged"])
+def test_faults_of_divided_tokens_and_experts_are_found(folder: Path, fault: str) -> None:
+    keys = {"context_parallel": 2} if fault == "gather sums" else {"expert_parallel": 2}
+    experiment = experiment_of(folder, "mixture", 1 if fault == "gather sums" else 2, **keys)
+    for _, error, _ in processes(2).call(with_fault, folder, fault, compared, experiment):
+        assert "of one differ by" in error
+
+
 @pytest.mark.parametrize("case", ["plain", "mixture", "transformers"])
 def test_layouts_agree_in_bfloat16(folder: Path, case: str) -> None:
     (result, error, _), *_ = processes(2).call(compared, folder, experiment_of(folder, case, 2, dtype="bfloat16"))
@@ -52,16 +71,15 @@ def test_layouts_agree_in_bfloat16(folder: Path, case: str) -> None:
 def test_layers_that_average_are_named(folder: Path, case: str) -> None:
     """Only the root's divisor is set: gradients of layers are averaged, and the last one is reached first."""
     call = compared, experiment_of(folder, case, 2)
-    layers = 6 if case == "windows" else 2
     for result, error, _ in processes(2).call(with_fault, folder, "averaged_layers", *call):
         assert result == ""
         assert re.search(r"differ by 0\.\d+|differ by \d\.\de-0[12]", error), error
-        assert re.search(rf", in \S*layers\.{layers - 1}\.\S+ first; the limit is 1e-05", error), error
+        assert re.search(r", in \S*layers\.1\.\S+ first; the limit is 1e-05", error), error
 
 
 def test_an_adapter_whose_matrices_are_divided_is_found(folder: Path) -> None:
     for _, error, _ in processes(2).call(
-        with_fault, folder, "stale_parameters", compared, experiment_of(folder, "adapter", 2)
+        with_fault, folder, "stale_parameters", compared, experiment_of(folder, "adapter of transformers", 2)
     ):
         assert "differ by" in error
 
