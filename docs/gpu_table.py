@@ -16,6 +16,8 @@ from typing import Any
 from headway.config.auto import Machine
 from headway.config.load import validate_experiment
 from headway.models.sizes import sizes_of
+from headway.orchestrator.preflight.capacity import with_trainer
+from headway.orchestrator.preflight.memory import trainer_parts
 from headway.planner.catalogue.read import Catalogue
 from headway.planner.gpu_experiment import PROMPT_TOKENS, fitted_experiment
 from headway.planner.pool_file import machine_of, read_pool
@@ -88,6 +90,7 @@ def summary(text: str) -> str:
     kind += f" ({model['quantization']})" if "quantization" in model else ""
     split = f"{len(generator['devices'])}+{len(trainer['devices'])}" if "run" not in raw or not raw["run"].get(
         "offload") else "by turns"  # fmt: skip
+    split += f", {trainer['shards']} shards" if trainer.get("shards", 1) > 1 else ""
     recompute = {"none": "", "selective": ", norms again", "full": ", recomputed"}[trainer["gradient_checkpointing"]]
     return f"{kind}, {split}, {generator['slots']} slots x {raw['rollout']['max_response_tokens']}{recompute}"
 
@@ -119,7 +122,12 @@ def division(model: Path, device: str, devices: int, tokens: int, folder: Path) 
     curve = curves.training(0, devices)
     if curve is None:
         return "no: " + curves.reasons["train"].removeprefix("train: ")
-    return f"{curve.spread}: {(curve.bytes_per_device or 0) / 1e9:.1f} GB each"
+    cell = f"{curve.spread}: {(curve.bytes_per_device or 0) / 1e9:.1f} GB each"
+    if "host memory" in curve.spread:
+        names = tuple(f"cuda:{number}" for number in range(devices))
+        parts, _ = trainer_parts(with_trainer(curves.experiment, devices=names, shards="all"), sizes_of(model))
+        cell += f"; without, {sum(parts.values()) / 1e9:.1f} GB with all as shards"
+    return cell
 
 
 def print_trainers(folder: Path) -> None:

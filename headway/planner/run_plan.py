@@ -246,7 +246,7 @@ def _make_plan(
             name="train",
             device=training.device.name,
             names=device_names[1],
-            copies=best.training.copies,
+            copies=placement.trainers // (best.training.layout.ranks if best.training.layout else 1),
             spread=best.training.spread,
             samples_per_s=predicted.consumption_per_s,
             bytes_per_device=best.training.bytes_per_device,
