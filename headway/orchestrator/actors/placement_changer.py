@@ -96,7 +96,7 @@ class PlacementChanger:
     def __init__(self, run: RunContext, checkpoint: Callable[[], Awaitable[None]]) -> None:
         """``checkpoint()`` writes one of the present version."""
         self._run = run
-        self._checkpoint = checkpoint
+        self._configured, self._checkpoint = run.experiment, checkpoint
         self._present = placement_of(run.experiment)  # the actual one, also amid a move
         self._names = {device: f"generator-{i}" for i, device in enumerate(self._present.generator)}  # of replicas
 
@@ -185,7 +185,7 @@ class PlacementChanger:
     def _store_present(self, pools: WorkerPools) -> None:
         """Make the present placement the run's: for its knobs, for the controller, and for a resume."""
         run, knobs = self._run, self._run.state.knobs
-        run.experiment = placed_experiment(run.experiment, self._present.settings)
+        run.experiment = placed_experiment(self._configured, self._present.settings)
         kept_knobs = {"steps_per_publish": knobs.steps_per_publish, "verifier_workers": knobs.verifier_workers}
         run.state.knobs = msgspec.structs.replace(first_knobs(run.experiment), **kept_knobs)
         run.state.changed.notify()

@@ -151,8 +151,8 @@ def fewest_shards(experiment: Experiment, machine: Machine) -> int:
 
 
 def fitting_splits(experiment: Experiment, splits: Sequence[DeviceSplit], machine: Machine) -> tuple[DeviceSplit, ...]:
-    """Those of other ``splits`` of the devices that have the memory; all if this isn't known, or the present one lacks
-    it too."""
+    """Select of other ``splits`` of the devices those that have the memory; all if this isn't known, or the present one
+    lacks it too."""
     try:
         model = sizes_of(experiment.model.path)
         if lacking(experiment, model, machine):
