@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,7 +29,7 @@ from headway.models.kernels import target_logprobs
 from headway.models.loading import DTYPES, checked, copy_weights, weights_of
 from headway.models.packed_model import PackedModel
 from headway.models.run_model import load_into, open_model, open_policy, save_policy, without_adapter
-from headway.models.shards.shard import shards_of
+from headway.models.shards.shard import Shard, shards_of
 from headway.models.sizes import logit_rows
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, Probe, ProbeScores
@@ -42,7 +42,7 @@ from headway.trainer.kept_sets import KeptSets, MicroBatchSets
 from headway.trainer.master_weights import MasterWeights
 from headway.trainer.optimizer import AdamW
 from headway.trainer.ranks import Ranks
-from headway.trainer.sharding import ShardedModel, all_rows_of, is_divided, own_rows_of
+from headway.trainer.sharding import ShardedModel, is_divided, own_rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Learner:
 
     def complete(self, weight: Tensor) -> Tensor:
         """A tensor of `weights` with all of its rows, as the model computes with it; a call of all ranks."""
-        return all_rows_of(weight).to(self.dtype) if self._trains_rows else weight
+        return self.ranks.all_rows(_shard_of(weight)).to(self.dtype) if self._trains_rows else weight
 
     @property
     def shares_prefixes(self) -> bool:
@@ -354,7 +354,7 @@ class Learner:
             if self._trains_rows:
                 stored = weights_of(open_model(self._chosen, torch.float32, "cpu", path))
                 for name, weight in checked(self.weights(), stored).items():
-                    self.masters.tensors[name].copy_(_own_part(weight, stored[name]))
+                    self.masters.tensors[name].copy_(_shard_of(weight).part_of(stored[name]))
             elif self.lora is None:
                 copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
             else:
@@ -368,7 +368,7 @@ class Learner:
         model = open_model(self._chosen, torch.float32, "cpu") if self.ranks.rank == 0 else None
         parameters = {} if model is None else weights_of(model)
         for name, weight in self.weights().items():
-            complete = all_rows_of(weight)
+            complete = self.ranks.all_rows(_shard_of(weight))
             if name in parameters:
                 parameters[name].copy_(complete)
         return model
@@ -386,7 +386,7 @@ class Learner:
         for name, parameter in self.masters.trained().items():
             for state_name, state_tensor in self.optimiser.state.get(parameter, {}).items():
                 if self._trains_rows and state_tensor.ndim:
-                    state_tensor = all_rows_of(weights[name], state_tensor)
+                    state_tensor = self.ranks.all_rows(replace(_shard_of(weights[name]), tensor=state_tensor))
                 if self.ranks.rank == 0:
                     tensors[f"{state_name}/{name}"] = state_tensor.detach().cpu().contiguous()
         return tensors
@@ -412,17 +412,15 @@ class Learner:
             state_name, _, name = full_name.partition("/")
             parameter = parameter_by_name[name]
             state, device = self.optimiser.state.setdefault(parameter, {}), self.optimiser.device_of(parameter)
-            rows = _own_part(weights[name], tensor) if self._trains_rows and tensor.ndim else tensor
+            rows = _shard_of(weights[name]).part_of(tensor) if self._trains_rows and tensor.ndim else tensor
             state[state_name] = rows.to(device, torch.float32, copy=True)
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
 
-def _own_part(weight: Tensor, complete: Tensor) -> Tensor:
-    """This rank's rows of a tensor with the rows of ``weight``."""
-    (shard,) = shards_of({"": weight})
-    return shard.part_of(complete)
+def _shard_of(weight: Tensor) -> Shard:
+    return shards_of({"": weight})[0]
 
 
 def token_logprobs(

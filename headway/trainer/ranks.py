@@ -20,6 +20,7 @@ from headway.models.parallel.context import ContextRanks
 from headway.models.parallel.division import Division
 from headway.models.parallel.exchange import RankGroup
 from headway.models.parallel.experts import ExpertRanks
+from headway.models.shards.shard import Shard, row_width
 from headway.records.errors import HeadwayError, RanksDiffer
 from headway.runtime.addresses import split_address
 from headway.runtime.stalls.collectives import COLLECTIVES
@@ -68,6 +69,7 @@ class Ranks:
         self.rank, self.size, self.shards, self.context, self.experts = rank, size, shards, context, experts
         self._device = device or torch.device("cpu")
         self.mesh: DeviceMesh | None = None  # copies x shards; None: every rank has a whole copy, without FSDP2
+        self.shard_mesh: DeviceMesh | None = None  # the shards of this copy
         self._context_mesh: DeviceMesh | None = None  # context groups x context
         if size > 1 or meshed:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(rendezvous))
@@ -85,9 +87,10 @@ class Ranks:
                 torch.cuda.set_device(self._device)
             if experts == 1:
                 self.mesh = self._open_mesh(copies=size // shards, shards=shards)
+                self.shard_mesh = self.mesh["shards"]
             else:
                 self.mesh = self._open_mesh(copies=size // shards, same_experts=shards // experts, experts=experts)
-                self.mesh["same_experts", "experts"]._flatten("shards")
+                self.shard_mesh = self.mesh["same_experts", "experts"]._flatten("shards")
         if context > 1:
             self._context_mesh = self._open_mesh(groups=size // context, context=context)
 
@@ -154,8 +157,26 @@ class Ranks:
                 member.copy_(part.view_as(member))
             bucket = []
 
+    def all_rows(self, shard: Shard) -> Tensor:
+        """The undivided tensor of which each rank of a copy has a ``shard``, complete on all of them."""
+        extent = torch.tensor([shard.first, shard.rows], device=self._device)
+        extents = self._all_gather(extent).view(-1, 2).tolist()
+        padded = shard.tensor.new_zeros(max(rows for _, rows in extents), row_width(shard.shape), device=self._device)
+        padded[: shard.rows] = shard.matrix()
+        complete = padded.new_empty(shard.shape).view(-1, padded.shape[1])
+        for (first, rows), part in zip(extents, self._all_gather(padded).split(len(padded)), strict=True):
+            complete[first : first + rows] = part[:rows]
+        return complete.view(shard.shape)
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of a copy's ranks, one after another along the first dimension."""
+        gathered = tensor.new_empty(self.shards * len(tensor), *tensor.shape[1:])
+        with COLLECTIVES.inside("all_gather"):
+            torch.distributed.all_gather_single(gathered, tensor, group=self._group("shards"))
+        return gathered
+
     def _group(self, dimension: Dimension) -> torch.distributed.ProcessGroup | None:
-        mesh = self._context_mesh if dimension == "context" else self.mesh
+        mesh = {"context": self._context_mesh, "shards": self.shard_mesh}.get(dimension, self.mesh)
         return None if mesh is None or dimension == "all" else mesh.get_group(dimension)
 
     def all_gather(self, value: T) -> list[T]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -52,7 +52,7 @@ class ShardedModel:
         assert ranks.mesh is not None
         on_gpu = model.device.type == "cuda"
         options: dict[str, Any] = {
-            "mesh": ranks.mesh["shards"],
+            "mesh": ranks.shard_mesh,
             "shard_placement_fn": None if model.division.experts is None else _placement(ranks.mesh["same_experts"]),
             "ignored_params": set(whole),
             # Positions must not be rounded, as casting a layer's inputs would.
@@ -111,7 +111,8 @@ class ShardedModel:
 
 
 def _placement(same_experts: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Where FSDP2 divides a parameter: one of experts, which are divided already, among the ranks that have the same."""
+    """Choose the ranks among which FSDP2 divides a parameter: experts, which are divided already, among those that have
+    the same experts."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
     from torch.distributed.tensor import Shard
 
@@ -142,20 +143,6 @@ class _CountedCollective:
 def is_divided(tensor: Tensor) -> bool:
     """Whether a rank has some rows of this tensor alone."""
     return hasattr(tensor, "_local_tensor")
-
-
-def all_rows_of(weight: Tensor, own: Tensor | None = None) -> Tensor:
-    """All rows of a parameter, or of a tensor of which each rank has ``own`` for its rows of ``weight``, gathered by
-    all ranks together; the tensor itself if it isn't divided."""
-    own = own_rows_of(weight) if own is None else own
-    if not is_divided(weight):
-        return own
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = cast("Any", weight).device_mesh, cast("Any", weight).placements
-    layout = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
-    with COLLECTIVES.inside("all_gather"):
-        return DTensor.from_local(own.to(mesh.device_type), mesh, placements, **layout).full_tensor()
 
 
 def own_rows_of(tensor: Tensor) -> Tensor:

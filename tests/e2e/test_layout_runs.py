@@ -37,8 +37,8 @@ def require_trained(folder: Path, steps: int) -> list[Any]:
 def test_a_run_with_context_parallel_ends_well(tmp_path: Path) -> None:
     command = train(tmp_path, "qwen3", context_parallel=2)
     assert command.process.returncode == 0, command.output
-    records = require_trained(tmp_path, 4)
-    assert all(abs(step.metrics["ratio_p50"] - 1) < 0.2 for step in records)
+    first, *_ = require_trained(tmp_path, 4)  # its samples are of the weights that it trains
+    assert max(abs(first.metrics[name] - 1) for name in ("ratio_p01", "ratio_p99", "ratio_max")) < 1e-3
 
 
 def test_a_mixtures_run_with_expert_parallel_ends_well(tmp_path: Path) -> None:

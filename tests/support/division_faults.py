@@ -80,7 +80,8 @@ def _replay_of_the_first_rows() -> Any:
 
 def _own_loss() -> Any:
     def gather(self: TargetShare, scores: Tensor) -> Tensor:  # a sequence's mean is that of this rank's part
-        return torch.zeros(len(self.order_m), dtype=scores.dtype).index_copy(0, self.own, scores)
+        zeros = scores.new_zeros(len(self.order_m), *scores.shape[1:])
+        return zeros.index_copy(0, self.own, scores)
 
     return patch.object(TargetShare, "gather", gather)
 

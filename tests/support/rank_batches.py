@@ -29,6 +29,10 @@ def make_rank_batch(kind: str, seed: int, step: int = 0) -> TrainBatch:
     return TrainBatch(step=step, samples=tuple(samples))
 
 
+def _all_with_loss(rollout: Rollout, random: np.random.Generator, shared: list[int]) -> Rollout:
+    return msgspec.structs.replace(rollout, response_mask=(True,) * len(rollout.response_ids))
+
+
 def _with_common_beginning(rollout: Rollout, random: np.random.Generator, shared: list[int]) -> Rollout:
     response = list(rollout.response_ids)
     if rollout.member:
@@ -52,6 +56,7 @@ def _with_experts(rollout: Rollout, random: np.random.Generator, shared: list[in
 
 
 _CHANGES: dict[str, Callable[[Rollout, np.random.Generator, list[int]], Any]] = {
+    "few": _all_with_loss,
     "trees": _with_common_beginning,
     "kept": _with_kept_sets,
     "experts": _with_experts,

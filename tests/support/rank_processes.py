@@ -8,6 +8,7 @@ import itertools
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.trainer.layout_check import compare_with_one_rank
 from headway.trainer.learner import Learner
 from headway.trainer.service import TrainerService
-from headway.trainer.sharding import all_rows_of, is_divided
+from headway.trainer.sharding import is_divided
 
 _starts = itertools.count()
 Weights = dict[str, np.ndarray]
@@ -111,7 +112,8 @@ def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
     weights = learner.weights()
     named = zip(learner.masters.trained(), tensors, strict=True)
     if learner._trains_rows:
-        return {name: all_rows_of(weights[name], own.detach()).numpy().copy() for name, own in named}
+        shards = {name: replace(shards_of({name: weights[name]})[0], tensor=own.detach()) for name, own in named}
+        return {name: learner.ranks.all_rows(shard).numpy().copy() for name, shard in shards.items()}
     return {name: tensor.detach().numpy().copy() for name, tensor in named}
 
 

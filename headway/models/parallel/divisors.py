@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from headway.models.configuration import DecoderConfig
 from headway.models.families import FAMILIES
-from headway.models.hf.configuration import HfConfig
 from headway.records.errors import ConfigurationError
 
 
@@ -25,16 +24,16 @@ def require_heads(heads: int, kv_heads: int, ranks: int, *, copied: bool = True)
         )
 
 
-def require_divisible(config: DecoderConfig | HfConfig, context: int = 1, experts: int = 1) -> None:
-    """Raise ConfigurationError if ``context`` ranks can't divide the heads of a model, or ``experts`` its experts. The
-    heads of a model of transformers are known once it is loaded."""
+def require_divisible(config: object, context: int = 1, experts: int = 1) -> None:
+    """Raise ConfigurationError if ``context`` ranks can't divide the heads of a model, or ``experts`` its experts.
+    ``config``: of a decoder, or a model of transformers, whose heads are known once it is loaded."""
     if isinstance(config, DecoderConfig):
         require_heads(config.heads, config.kv_heads, context)
     if experts > 1 and (reason := _indivisible(config, experts)):
         raise ConfigurationError(f"trainer.expert_parallel = {experts}: {reason}")
 
 
-def _indivisible(config: DecoderConfig | HfConfig, ranks: int) -> str:
+def _indivisible(config: object, ranks: int) -> str:
     """The reason why ``ranks`` can't divide a model's experts, and what is valid; "": they can."""
     if not isinstance(config, DecoderConfig):
         mixtures = ", ".join(family.architecture for family in FAMILIES.values() if family.experts)

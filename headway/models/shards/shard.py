@@ -36,7 +36,7 @@ class Shard:
         return self.tensor.view(-1, row_width(self.shape))
 
     def part_of(self, undivided: Tensor) -> Tensor:
-        """The same rows of another tensor of the undivided shape; a view if that is contiguous."""
+        """This shard's rows of another tensor of the undivided shape; a view if that is contiguous."""
         matrix = undivided.reshape(-1, row_width(self.shape))
         return matrix[self.first : self.first + self.rows].view(self.tensor.shape)
 

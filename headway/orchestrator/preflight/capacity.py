@@ -130,10 +130,12 @@ def with_trainer(experiment: Experiment, **changes: Any) -> Experiment:
 
 def shard_counts(experiment: Experiment) -> list[int]:
     """The valid values of ``trainer.shards``, ascending."""
-    ranks = len(experiment.trainer.devices) // experiment.trainer.context_parallel
+    ranks = len(experiment.trainer.devices)
     if experiment.model.quantization is not None:
         return [1]
-    return [number for number in range(1, ranks + 1) if ranks % number == 0]
+    _, context, experts = experiment.trainer.layout_of(ranks)
+    counts = [number for number in range(1, ranks // context + 1) if ranks // context % number == 0]
+    return [number for number in counts if number == 1 or number * context % experts == 0]  # 1: as experts need
 
 
 def fewest_shards(experiment: Experiment, machine: Machine) -> int:
