@@ -229,6 +229,9 @@ class AlgorithmConfig(Section):
 Checkpointing = Literal["none", "selective", "full"]
 
 
+HostMemory = Literal["none", "optimiser", "all"]
+
+
 class TrainerConfig(Section):
     # Tune: more of them while the generator waits (training-bound)
     devices: RankDevices = ("cpu:1",)  # a rank for each; 2*cuda: on one of the cluster's nodes; auto: docs/gpus.md
@@ -256,7 +259,7 @@ class TrainerConfig(Section):
     # Tune: more where gathered experts don't fit or take too long; each layer then exchanges tokens in their place
     expert_parallel: Positive = 1  # ranks of a copy that divide the experts of a mixture, which they never gather
     # Tune: "optimiser" on GPUs where a copy nearly fits, then "all": less of the GPU's memory for slower steps
-    host_memory: Literal["none", "optimiser", "all"] = "none"  # in the machine's: AdamW's moments, or weights as well
+    host_memory: HostMemory = "none"  # in the machine's: AdamW's moments, or weights as well
     # Tune: "selective" where activations don't fit, then "full": a third more work for a fraction of their memory
     gradient_checkpointing: Checkpointing = "none"  # recomputed: norms and gates, or layers
     # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are expensive: docs/learning.md

@@ -94,6 +94,19 @@ def folder_rows(model: PackedModel) -> tuple[dict[str, FileTensor], list[Shard]]
     return hf_tensors(module), shards_of(stored_parts(module))
 
 
+def write_narrow_model(chosen: ModelConfig, folder: str | Path, seed: int) -> str:
+    """Write a random model of the architecture of ``chosen`` into ``folder``, with as many heads and experts, but
+    narrow and of few layers. Returns why there is none, "" if it is written."""
+    if implementation_of(chosen.path, chosen.implementation) == "headway":
+        from headway.models.initialise import write_narrow_decoder  # trains tokenizers as well
+
+        write_narrow_decoder(DecoderConfig.from_pretrained(chosen.path), folder, seed)
+        return ""
+    from headway.models.hf.narrow import write_narrow_hf
+
+    return write_narrow_hf(chosen.path, folder, seed, chosen.trust_remote_code)
+
+
 def open_base(chosen: ModelConfig, dtype: torch.dtype, device: torch.device) -> PackedModel:
     """The model of a run in ``dtype``, or quantised; frozen if an adapter is trained. Raises ConfigurationError."""
     if chosen.quantization is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from headway.algorithms.samples import FlatBatch, IntArray, lay_out
 from headway.algorithms.step_plan import divide
+from headway.config.load import placed_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import StepRefused, StorageFailed
 from headway.records.execution import MemoryMove
@@ -47,7 +49,7 @@ class TrainerClient(RankWorkers):
         devices = experiment.trainer.devices
         super().__init__(launcher, experiment, run_id, devices, SERVICE, log_directory=log_directory, host_of=host_of)
         self.more_arguments = {"exports_weights": exports_weights}
-        self._restarts = 0
+        self._configured, self._restarts = experiment, 0
         self._begun_checkpoint = ""  # path of `begin_checkpoint`; "": it is saved
         self.accumulated_parts = 0  # since the last step, in the present processes
 
@@ -69,8 +71,7 @@ class TrainerClient(RankWorkers):
     def set_devices(self, devices: tuple[str, ...]) -> None:
         """Set the devices, one per rank, for the next start."""
         self.more_arguments = {"exports_weights": False}  # the first devices had the memory
-        trainer_config = self._experiment.trainer.model_copy(update={"devices": devices})
-        self._experiment = self._experiment.model_copy(update={"trainer": trainer_config})
+        self._experiment = placed_experiment(self._configured, {"trainer.devices": json.dumps(devices)})
         self.devices = devices
 
     async def restart(self) -> None:

@@ -326,8 +326,7 @@ class Learner:
 
         A loss or gradient norm that isn't finite on any rank skips the step on all ranks.
         """
-        gradients = self.gradients()
-        self.ranks.sum_all_(gradients, "copies" if self._trains_rows else "all")  # FSDP2 has summed over the shards
+        gradients = self.sum_gradients()
         if divisor != 1.0:
             for gradient in gradients:
                 gradient /= divisor
@@ -353,6 +352,13 @@ class Learner:
         self.masters.clear_gradients()
         for sharded in self._sharded:
             sharded.reset()
+
+    def sum_gradients(self) -> list[Tensor]:
+        """Sum the gradients over the ranks, in place, and return them; of parameters that ranks divide this rank's
+        rows. A call of all ranks."""
+        gradients = self.gradients()
+        self.ranks.sum_all_(gradients, "copies" if self._trains_rows else "all")  # FSDP2 has summed over the shards
+        return gradients
 
     def gradients(self) -> list[Tensor]:
         """The gradients of all parameters, with zeros for parameters that no micro-batch of this rank used."""

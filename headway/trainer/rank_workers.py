@@ -56,12 +56,14 @@ class RankWorkers:
         self._host_of = host_of
         self._rendezvous = ""
         self._starts = 0
+        self._compared = set[int]()  # numbers of ranks whose gradients are those of one
         self.more_arguments: dict[str, Any] = {}  # of the workers' class
 
     async def start(self) -> None:
         """Start one process per device; returns when all have loaded the model.
 
-        Raises the error of the first rank that fails, after killing all others.
+        Raises the error of the first rank that fails, after killing all others, and LayoutsDisagree if as many ranks
+        compute other gradients than one.
         """
         # A rendezvous file can be used for one start only, and must outlive it: groups may be made lazily.
         self._rendezvous = await self._make_rendezvous()
@@ -74,6 +76,18 @@ class RankWorkers:
         finally:
             if not self.workers:
                 await self._kill_started(start_tasks)
+        await self._compare_with_one_rank()
+
+    async def _compare_with_one_rank(self) -> None:
+        ranks = len(self.devices)
+        if ranks in self._compared or (ranks == 1 and self._experiment.trainer.host_memory != "all"):
+            return
+        try:
+            await self.call_all("compare_with_one_rank")
+        except BaseException:
+            await self.kill()
+            raise
+        self._compared.add(ranks)
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """Stop all ranks gracefully; their published weights are unlinked."""

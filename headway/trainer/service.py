@@ -71,6 +71,7 @@ class ModelService:
     ) -> None:
         """``replays``, ``pixels``: as of `Learner`."""
         self.experiment = experiment
+        self._log = context.log
         self.ranks = ranks or Ranks()
         device, seed = use_device(context.device), experiment.run.seed
         if self.ranks.size > 1:
@@ -153,6 +154,13 @@ class ModelService:
     def measure_peak(self) -> float:
         """Measure the FLOP/s of large matrix products at the training dtype."""
         return measure_peak_flops(self.learner.device, self.learner.dtype)
+
+    def compare_with_one_rank(self) -> None:
+        """Compare gradients of the ranks, if they divide a model, with those of one (see `layout_check`)."""
+        if self.ranks.mesh is not None:
+            from headway.trainer.layout_check import compare_with_one_rank  # makes models, as one rank never does
+
+            self._log.warning("%s", compare_with_one_rank(self.experiment, self.learner))
 
     def close(self) -> None:
         """Unlink the published weights and leave the process group."""

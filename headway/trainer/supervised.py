@@ -50,7 +50,6 @@ class SupervisedService(ModelService):
         trainer = validated.trainer.model_copy(update={"devices": self.settings.devices})
         ranks = open_ranks(trainer, rank, world_size, rendezvous, use_device(context.device))
         super().__init__(context, validated, run_id, trainer, ranks)
-        self._log = context.log
         self._limit = MicroBatchLimit(validated.trainer, self.learner, may_halve=True)
         self.skipped = 0  # steps whose loss or gradient wasn't finite
         self._skipped_in_a_row = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,8 +22,10 @@ from tiny_trainer import Context, make_batch
 from headway.algorithms.samples import FlatBatch, MicroBatchArrays, SampleArrays, lay_out, slice_micro_batch
 from headway.algorithms.step_plan import divide
 from headway.models.shards.shard import shards_of
+from headway.records.errors import LayoutsDisagree
 from headway.records.training import TrainBatch
 from headway.runtime.stalls.collectives import COLLECTIVES
+from headway.trainer.layout_check import compare_with_one_rank
 from headway.trainer.learner import Learner
 from headway.trainer.service import TrainerService
 from headway.trainer.sharding import is_divided
@@ -244,3 +247,19 @@ def counted(mesh: tuple[int, int, str], experiment: dict[str, Any]) -> dict[str,
     divided = all(map(is_divided, learner.model.parameters()))
     trainer.close()
     return {"forward": names[:gathered], "backward": names[gathered:], "is_view": is_view, "divided": divided}
+
+
+def compared(mesh: tuple[int, int, str], experiment: dict[str, Any]) -> tuple[str, str, float]:
+    """The comparison of this layout with one rank: its result, or the error, and CPU seconds."""
+    trainer = service(mesh, experiment)
+    state = torch.get_rng_state()
+    began = time.process_time()
+    try:
+        result = compare_with_one_rank(trainer.experiment, trainer.learner), ""
+    except LayoutsDisagree as error:
+        result = "", str(error)
+    seconds = time.process_time() - began
+    assert torch.equal(torch.get_rng_state(), state), "random numbers are those of a run without it"
+    trainer.train_step(share(trainer, make_batch(0)))  # nothing of the comparison is left
+    trainer.close()
+    return *result, seconds

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from headway.config.load import changed_experiment
+from headway.config.load import placed_experiment
 from headway.config.schema import Experiment
 from headway.control.stalls import LOOPS
 from headway.control.tuning.knob_search import first_knobs
@@ -95,7 +95,7 @@ class PlacementChanger:
     def __init__(self, run: RunContext, ensure_checkpoint: Callable[[], Awaitable[None]]) -> None:
         """``ensure_checkpoint()`` returns when there is one of the present version."""
         self._run = run
-        self._ensure_checkpoint = ensure_checkpoint
+        self._configured, self._ensure_checkpoint = run.experiment, ensure_checkpoint
         self._present = placement_of(run.experiment)  # the actual one, also amid a move
         self._names = {device: f"generator-{i}" for i, device in enumerate(self._present.generator)}  # of replicas
 
@@ -183,7 +183,7 @@ class PlacementChanger:
     def _store_present(self, pools: WorkerPools) -> None:
         """Make the present placement the run's: for its knobs, for the controller, and for a resume."""
         run, knobs = self._run, self._run.state.knobs
-        run.experiment = changed_experiment(run.experiment, self._present.settings)
+        run.experiment = placed_experiment(self._configured, self._present.settings)
         kept_knobs = {"steps_per_publish": knobs.steps_per_publish, "verifier_workers": knobs.verifier_workers}
         run.state.knobs = msgspec.structs.replace(first_knobs(run.experiment), **kept_knobs)
         run.state.changed.notify()

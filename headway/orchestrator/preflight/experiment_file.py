@@ -11,7 +11,7 @@ from headway.config.load import apply_overrides, read_toml, validate_experiment
 from headway.config.schema import Experiment
 from headway.models.hf.configuration import implementation_of
 from headway.models.hf.downloads import model_folder
-from headway.orchestrator.preflight.memory import fewest_shards
+from headway.orchestrator.preflight.capacity import fewest_shards
 from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.gpus import read_machine
 from headway.runtime.run_directory import RunDirectory
