@@ -20,7 +20,7 @@ from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.weights import checksums, publication
 from headway.weights.checksums import Block, blocks_of
-from headway.weights.division import PayloadDivision, Extent
+from headway.weights.division import Extent, PayloadDivision
 from headway.weights.shared_memory import Publisher, Subscriber
 from headway.weights.slot_file import UNWRITTEN, version_in
 
