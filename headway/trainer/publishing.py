@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
@@ -18,9 +18,10 @@ from headway.runtime.devices import parse_device
 from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.runtime.transport.paths import Location, choose_path
 from headway.trainer.learner import Learner
-from headway.trainer.sharding import is_divided
+from headway.trainer.sharding import is_divided, own_rows_of
 from headway.weights.device_memory import CudaMemory
 from headway.weights.layout import TensorRows
+from headway.weights.publication import Publication
 from headway.weights.shared_memory import Publisher
 
 T = TypeVar("T")
@@ -63,36 +64,47 @@ def publishes(learner: Learner) -> bool:
     return learner.ranks.rank < (learner.ranks.shards if _divides(learner) else 1)
 
 
-def open_publisher(learner: Learner, experiment: Experiment, run_id: str, *, exports: bool) -> Publisher:
-    """Open this rank's publisher: in its GPU's memory with ``exports`` (see `ModelService`) if that has space and all
-    replicas read it, else in shared memory. A call of all ranks that publish."""
-    generator, devices = experiment.generator, learner.settings.devices
-    in_host_memory = learner.settings.host_memory == "all"
-    memory = None if in_host_memory else CudaMemory.of(learner.device)
-    trainer_at = Location.of(devices[0])
-    readers = [Location.of(name) for name in generator.devices if exports]
-    routes = {choose_path(trainer_at, reader, CudaMemory.reaches) for reader in readers}
-    exports = memory is not None and routes == {"cuda ipc"}
-    writers = None
-    if _divides(learner) and learner.ranks.shards > 1:
-        nodes = tuple(parse_device(name).node for name in devices[: learner.ranks.shards])
-        writers = PublishingRanks(learner.ranks.rank, nodes)
-    # A side that takes turns computes nothing beside the copy to the host.
-    options: dict[str, Any] = {"exports": exports, "snapshots": not experiment.run.offload, "writers": writers}
-    # The newest announced version stays while the next is written.
-    return Publisher(run_id, 2 if exports else 3, dtype=DTYPES[generator.dtype], memory=memory, **options)
+class WeightPublisher:
+    """Publishes what a rank has of the weights under training, beside the other ranks that publish."""
 
+    def __init__(self, learner: Learner, experiment: Experiment, run_id: str, *, exports: bool) -> None:
+        """Versions are in this GPU's memory with ``exports`` (see `ModelService`) if that has space and all replicas
+        read it, else in shared memory. Made by all ranks that publish together."""
+        generator, devices = experiment.generator, learner.settings.devices
+        in_host_memory = learner.settings.host_memory == "all"
+        memory = None if in_host_memory else CudaMemory.of(learner.device)
+        trainer_at, dtype = Location.of(devices[0]), DTYPES[generator.dtype]
+        readers = [Location.of(name) for name in generator.devices if exports]
+        routes = {choose_path(trainer_at, reader, CudaMemory.reaches) for reader in readers}
+        exports = memory is not None and routes == {"cuda ipc"}
+        self._learner, self._divided, writers = learner, _divides(learner), None
+        if self._divided and learner.ranks.shards > 1:
+            nodes = tuple(parse_device(name).node for name in devices[: learner.ranks.shards])
+            writers = PublishingRanks(learner.ranks.rank, nodes)
+        # Masters are float32, and the model computes with them rounded.
+        self._rounds = self._divided and learner.dtype != dtype
+        # A side that takes turns computes nothing beside the copy to the host.
+        options: dict[str, Any] = {"exports": exports, "snapshots": not experiment.run.offload, "writers": writers}
+        # The newest announced version stays while the next is written.
+        self._publisher = Publisher(run_id, 2 if exports else 3, dtype=dtype, memory=memory, **options)
+        # Of each tensor, the undivided shape and the first element of this rank's rows; they don't change.
+        shards = shards_of(learner.weights())
+        self._places = {shard.name: (shard.shape, shard.first * row_width(shard.shape)) for shard in shards}
 
-def published_rows(learner: Learner, dtype: str) -> Mapping[str, TensorRows]:
-    """This rank's rows of each published tensor, as the model computes with them, for a publisher that casts them to
-    ``dtype``. Of tensors that every rank has completely, rank 0 has all rows."""
-    weights, rows, rank = learner.weights(), dict[str, TensorRows](), learner.ranks.rank
-    for shard in shards_of(weights):
-        tensor = shard.tensor if rank == 0 or is_divided(weights[shard.name]) else shard.tensor.flatten()[:0]
-        if _divides(learner) and tensor.is_floating_point() and DTYPES[dtype] != learner.dtype:
-            tensor = tensor.to(learner.dtype)  # masters are float32
-        rows[shard.name] = TensorRows(tensor, shard.shape, shard.first * row_width(shard.shape))
-    return rows
+    def begin(self, version: int) -> Publication:
+        """See `Publisher.begin_rows`."""
+        weights = dict(self._learner.model.named_parameters()) if self._divided else self._learner.weights()
+        rows: dict[str, TensorRows] = {}
+        for name, weight in weights.items():
+            own = own_rows_of(weight)
+            if self._learner.ranks.rank > 0 and not is_divided(weight):
+                own = own.flatten()[:0]  # rank 0 has it too
+            rows[name] = TensorRows(own.to(self._learner.dtype) if self._rounds else own, *self._places[name])
+        return self._publisher.begin_rows(version, rows)
+
+    def close(self) -> None:
+        """Unlink the published weights."""
+        self._publisher.close()
 
 
 def _divides(learner: Learner) -> bool:

@@ -36,14 +36,13 @@ from headway.trainer.micro_batch_limit import reporting_shortage
 from headway.trainer.optimizer import learning_rate
 from headway.trainer.peak_flops import measure_peak_flops
 from headway.trainer.policy import PolicyGradient
-from headway.trainer.publishing import open_publisher, published_rows, publishes
+from headway.trainer.publishing import WeightPublisher, publishes
 from headway.trainer.ranks import Ranks
 from headway.trainer.saving import FolderSaver, SavedFolder
 from headway.trainer.state_files import StateFiles
 from headway.trainer.step_statistics import Progress
 from headway.trainer.token_recorder import TokenRecorder
 from headway.weights.publication import Publication
-from headway.weights.shared_memory import Publisher
 
 MODEL_FOLDER = "model"  # of a checkpoint
 ADAPTER_FOLDER = "adapter"  # in its place if an adapter is trained
@@ -83,7 +82,7 @@ class ModelService:
         self._run_id = run_id
         run_folder = experiment.run.directory
         self._offloaded = OffloadedTensors(run_folder if Path(run_folder).is_dir() else None)
-        self._publisher: Publisher | None = None
+        self._publisher: WeightPublisher | None = None
         self._finisher = ThreadPoolExecutor(1, "publish")
         self._begun: tuple[int, Future[PublishedWeights | None]] | None = None  # the version of `begin_publish`
 
@@ -111,9 +110,8 @@ class ModelService:
             wait([self._begun[1]])
         if self._publisher is None:
             options: dict[str, Any] = {"exports": self.exports_weights}
-            self._publisher = open_publisher(self.learner, self.experiment, self._run_id, **options)
-        rows = published_rows(self.learner, self.experiment.generator.dtype)
-        return self._publisher.begin_rows(version, rows)
+            self._publisher = WeightPublisher(self.learner, self.experiment, self._run_id, **options)
+        return self._publisher.begin(version)
 
     def _finish(self, publication: Publication | None) -> PublishedWeights | None:
         if publication is None:

@@ -33,7 +33,7 @@ class Transfer(NamedTuple):
     last: int
 
 
-class Division:
+class PayloadDivision:
     """The ranks that write, hash and serve each byte of a payload.
 
     Example: two ranks on two nodes have a half each of a tensor of 24 MiB. Rank 0 hashes the first block, of 16 MiB,

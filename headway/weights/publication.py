@@ -17,7 +17,7 @@ from torch import Tensor
 from headway.records.generation import PublishedPart, PublishedWeights
 from headway.weights.checksums import hash_blocks, hash_lanes, root_of
 from headway.weights.device_memory import DeviceMemory, lane_sums
-from headway.weights.division import Division, Extent, Range
+from headway.weights.division import Extent, PayloadDivision, Range
 from headway.weights.layout import Layout
 from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, map_slot, new_slot
 from headway.weights.slots import SlotLock
@@ -141,7 +141,7 @@ class Publication:
     slot: Slot
     version: int
     writers: Writers
-    division: Division
+    division: PayloadDivision
     extents: list[Extent]  # of this rank, of which the snapshot has those of all tensors one after another
     paths: dict[str, str]  # of the slot on each node
     snapshot: Tensor | None  # in device memory until `finish`; None: it is in the slot

@@ -33,7 +33,7 @@ from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.weights.checksums import PassSeconds, differing_block, hash_blocks, hash_lanes, root_of
 from headway.weights.device_memory import DeviceMemory, lane_sums
-from headway.weights.division import Division
+from headway.weights.division import Extent, PayloadDivision
 from headway.weights.layout import Layout, TensorRows
 from headway.weights.publication import OneWriter, Publication, Slot, Writers
 from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, default_folders, table_start
@@ -75,6 +75,7 @@ class Publisher:
         self._memory, self._exports, self._snapshots = memory, exports, snapshots and not exports
         self._folders = [Path(directory)] if directory is not None else default_folders()
         self._writers: Writers = writers or OneWriter()
+        self._division: tuple[bytes, list[Extent], PayloadDivision] | None = None  # with the layout's manifest
         self._open: dict[int, Slot] = {}
         self._next = 0
 
@@ -95,7 +96,7 @@ class Publisher:
         started_s, writers = time.perf_counter(), self._writers
         layout = Layout.of(rows, self._dtype, "lanes" if self._exports else "xxh3")
         extents = layout.extents(rows)
-        division = Division(layout.blocks, layout.payload_size, writers.all_gather(extents), writers.nodes)
+        division = self._divide(layout, extents)
         try:
             slot, paths = self._common_slot(layout, division)
         except torch.OutOfMemoryError:  # a slot on the device stays until its turn to be replaced
@@ -115,7 +116,15 @@ class Publisher:
         snapshot_s = time.perf_counter() - started_s
         return Publication(slot, version, writers, division, extents, paths, snapshot, starts, work_context, snapshot_s)
 
-    def _common_slot(self, layout: Layout, division: Division) -> tuple[Slot, dict[str, str]]:
+    def _divide(self, layout: Layout, extents: list[Extent]) -> PayloadDivision:
+        """The division of the payload, which is the last one's unless shapes have changed."""
+        if self._division is None or self._division[:2] != (layout.manifest, extents):
+            extents_by_rank = self._writers.all_gather(extents)
+            division = PayloadDivision(layout.blocks, layout.payload_size, extents_by_rank, self._writers.nodes)
+            self._division = layout.manifest, extents, division
+        return self._division[2]
+
+    def _common_slot(self, layout: Layout, division: PayloadDivision) -> tuple[Slot, dict[str, str]]:
         """The next slot, which a node's first writer makes for all of its writers; with its path on each node."""
         rank, nodes = self._writers.rank, self._writers.nodes
         slot, path, problem = None, "", ""
@@ -131,7 +140,7 @@ class Publisher:
         paths = {node: announcements[nodes.index(node)][0] for node in dict.fromkeys(nodes)}
         return slot or self._attached(Path(paths[nodes[rank]]), layout), paths
 
-    def _slot(self, layout: Layout, division: Division) -> Slot:
+    def _slot(self, layout: Layout, division: PayloadDivision) -> Slot:
         slot = self._open.get(self._next)
         if slot is None or slot.layout != layout or not slot.wait_for_readers(_READERS_S):
             if slot is not None:
@@ -146,7 +155,7 @@ class Publisher:
             self._open[self._next] = slot = Slot.attach(path, layout)
         return slot
 
-    def _create(self, layout: Layout, division: Division) -> Slot:
+    def _create(self, layout: Layout, division: PayloadDivision) -> Slot:
         rank, nodes = self._writers.rank, self._writers.nodes
         stem = self._stem if rank == 0 else f"{self._stem}-{nodes[rank]}-ranks"  # other machines may have this folder
         used = division.written_on(nodes[rank]) if len(set(nodes)) > 1 else ()

@@ -66,7 +66,7 @@ def killed_in(mesh: Mesh, experiment: dict[str, Any], rank: int, moment: str) ->
 
         Layout.write = half  # type: ignore[method-assign]
     elif mesh[0] == rank:
-        calls, gather, exchange = iter(range(5)), PublishingRanks.all_gather, PublishingRanks.exchange
+        calls, gather, exchange = iter(range(4)), PublishingRanks.all_gather, PublishingRanks.exchange
 
         def count() -> None:
             if next(calls) == int(moment):

@@ -179,8 +179,7 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     """``width``: bytes of a number it computes with, which KV and weights are kept as."""
     settings, weight_count = experiment.generator, model.parameters
     if settings.engine == "vllm-server":
-        written_bytes = weight_count * bytes_of(settings.dtype)
-        parts = {"base": BASE_BYTES["generator"], "written for the server": written_bytes}
+        parts = {"base": BASE_BYTES["generator"], "written for the server": weight_count * bytes_of(settings.dtype)}
         yield MemoryUse(name=name, location="memory", parts=parts)
         name = f"{name}'s server"
     if settings.engine != "torch":

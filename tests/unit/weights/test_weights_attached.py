@@ -61,10 +61,10 @@ def test_a_detached_slot_is_used_again(publisher: Publisher) -> None:
 
 
 def test_what_is_written_into_attached_tensors_is_private(publisher: Publisher) -> None:
-    reader, published = Subscriber(), publisher.publish(0, weights(0))
+    reader, published = Subscriber(), publisher.publish(1, weights(1))
     reader.attach(published)["a"].zero_()
-    assert same(Subscriber().fetch(published), 0)
-    assert same(reader.attach(published), 0)
+    assert same(Subscriber().fetch(published), 1)
+    assert same(reader.attach(published), 1)
 
 
 def test_a_slot_that_is_written_or_overwritten_is_refused(publisher: Publisher) -> None:

@@ -20,7 +20,7 @@ from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.weights import checksums, publication
 from headway.weights.checksums import Block, blocks_of
-from headway.weights.division import Division, Extent
+from headway.weights.division import Extent, PayloadDivision
 from headway.weights.shared_memory import Publisher, Subscriber
 from headway.weights.slot_file import UNWRITTEN, version_in
 
@@ -69,7 +69,7 @@ def divisions(draw: st.DrawFn) -> tuple[list[Block], int, list[list[Extent]], li
 @given(divisions())
 def test_every_block_is_complete_where_it_is_hashed_and_served(case: tuple[Any, ...]) -> None:
     blocks, size, extents_by_rank, nodes = case
-    division = Division(blocks, size, extents_by_rank, nodes)
+    division = PayloadDivision(blocks, size, extents_by_rank, nodes)
     memory = {node: np.zeros(size, bool) for node in nodes}  # the bytes that a node has
     for extents, node in zip(extents_by_rank, nodes, strict=True):
         for _, first, last in extents:
@@ -111,13 +111,13 @@ def test_rows_that_no_rank_or_two_ranks_write_are_refused(case: tuple[Any, ...],
     if fault == "twice":
         extents_by_rank[rank].append(extent._replace(last=extent.last + 1))
     with pytest.raises(ValueError, match=f"tensor {extent.tensor} of the weights isn't written exactly once"):
-        Division(blocks, size, extents_by_rank, nodes)
+        PayloadDivision(blocks, size, extents_by_rank, nodes)
 
 
 def test_ranks_hash_equal_shares_of_small_tensors() -> None:
     blocks = blocks_of([(64 * tensor, 64) for tensor in range(40)])
     extents = [[Extent(t, 64 * t + 16 * rank, 64 * t + 16 * rank + 16) for t in range(40)] for rank in range(4)]
-    division = Division(blocks, 64 * 40, extents, [""] * 4)
+    division = PayloadDivision(blocks, 64 * 40, extents, [""] * 4)
     assert [len(division.hashed_by(rank)) for rank in range(4)] == [10] * 4
     assert not list(division.transfers())
 
