@@ -91,7 +91,9 @@ class Train(Worker):
                 report = self.trainer.forward_backward(batch) if self.chunk else self.trainer.train_step(batch)
         async with self.turn():
             report = report if isinstance(report, StepReport) else self.trainer.optim_step()
-            return report, self.trainer.publish(report.version)
+            published = self.trainer.publish(report.version)
+            assert published is not None, "the one rank publishes"
+            return report, published
 
     def save(self, path: str) -> None:
         self.trainer.save_weights(path)

@@ -80,8 +80,9 @@ def _methods(machine: Machine) -> Iterator[MemoryChoice]:
     gpu_count = len(machine.usable)
     trainer_counts = [0, *([gpu_count // 2] if gpu_count >= 4 else []), *([1] if gpu_count >= 8 else [])]
     rank_counts = [ranks for ranks in (1, 2, 4, 8) if ranks == 1 or ranks < gpu_count]
-    methods: list[tuple[bool, str, HostMemory]] = [(False, "", "none"), (False, "", "optimiser")][: 1 + (gpu_count > 0)]
-    methods += [(True, quantization, "none") for quantization in ("", "8bit", "4bit")]
+    methods: list[tuple[bool, str, HostMemory]] = [(False, "", "none")]
+    methods.extend([(False, "", "optimiser")] if gpu_count else [])
+    methods.extend((True, quantization, "none") for quantization in ("", "8bit", "4bit"))
     for (adapter, quantization, host_memory), ranks, trainers in product(methods, rank_counts, trainer_counts):
         if not (quantization and ranks > 1):  # vLLM would load the weights unquantised
             choice = MemoryChoice(
