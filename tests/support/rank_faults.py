@@ -97,7 +97,7 @@ def counts_of_every_rank() -> Iterator[None]:
 def experts_of_another_rank() -> Iterator[None]:
     """A rank takes experts other than those that tokens are sent to it for."""
     original = ExpertRanks.own_experts
-    with mock.patch.object(ExpertRanks, "own_experts", lambda weight: original(weight).roll(1, 0)):
+    with mock.patch.object(ExpertRanks, "own_experts", staticmethod(lambda weight: original(weight).roll(1, 0))):
         yield
 
 
