@@ -123,12 +123,8 @@ class Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """The published weights, of the model or its adapter, by name and without copying: as the model computes with
-        them, in its dtype. If ranks divide them, `complete` gathers each."""
+        them, in its dtype; if ranks divide them, this rank's rows of their float32 masters."""
         return weights_of(self.model) if self.lora is None else self.lora.weights()
-
-    def complete(self, weight: Tensor) -> Tensor:
-        """A tensor of `weights` with all of its rows, as the model computes with it; a call of all ranks."""
-        return self._sharded[0].complete(weight).to(self.dtype) if self._trains_rows else weight
 
     @property
     def shares_prefixes(self) -> bool:

@@ -20,7 +20,6 @@ from headway.config.load import validate_experiment
 from headway.config.schema import Experiment, TrainerConfig
 from headway.models.cpu.native import missing_reason
 from headway.models.hf.pixels import FOLDER, PixelStore
-from headway.models.loading import DTYPES
 from headway.models.offload import OffloadedTensors
 from headway.models.routing import replayed_routing
 from headway.records.errors import CheckpointCorrupt, ConfigurationError, StepRefused, StorageFailed
@@ -29,7 +28,6 @@ from headway.records.generation import POLICY_ADAPTER, PROBE_TOKENS, Probe, Prob
 from headway.records.tokens import TokenLogprobs
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport
 from headway.runtime.devices import native_kernels_enabled
-from headway.runtime.transport.paths import Location, choose_path
 from headway.tokens.grammar import GRAMMAR_VERSION
 from headway.trainer.checkpoints import STATE_FILE, CheckpointState, keep_last, verify, write_folder
 from headway.trainer.learner import Learner
@@ -37,11 +35,11 @@ from headway.trainer.micro_batch_limit import reporting_shortage
 from headway.trainer.optimizer import learning_rate
 from headway.trainer.peak_flops import measure_peak_flops
 from headway.trainer.policy import PolicyGradient
+from headway.trainer.publishing import WeightPublisher, publishes
 from headway.trainer.ranks import Ranks
 from headway.trainer.step_statistics import Progress
 from headway.trainer.token_recorder import TokenRecorder
-from headway.weights.device_memory import CudaMemory
-from headway.weights.shared_memory import Publication, Publisher
+from headway.weights.publication import Publication
 
 MODEL_FOLDER = "model"  # of a checkpoint
 ADAPTER_FOLDER = "adapter"  # in its place if an adapter is trained
@@ -78,7 +76,7 @@ class ModelService:
         self._run_id = run_id
         run_folder = experiment.run.directory
         self._offloaded = OffloadedTensors(run_folder if Path(run_folder).is_dir() else None)
-        self._publisher: Publisher | None = None
+        self._publisher: WeightPublisher | None = None
         self._finisher = ThreadPoolExecutor(1, "publish")
         self._begun: tuple[int, Future[PublishedWeights | None]] | None = None  # the version of `begin_publish`
 
@@ -87,8 +85,8 @@ class ModelService:
         self._begun = version, self._finisher.submit(self._finish, self._begin(version))
 
     def publish(self, version: int) -> PublishedWeights | None:
-        """Publish the trained weights under ``version``, in the generator's dtype. None: rank 0 does it, with this
-        rank's part."""
+        """Publish the trained weights under ``version``, in the generator's dtype; a call of all ranks, of which each
+        writes what it has, and rank 0 reports them."""
         return self._finish(self._begin(version))
 
     def complete_publish(self, version: int) -> PublishedWeights | Future[PublishedWeights | None] | None:
@@ -100,32 +98,22 @@ class ModelService:
 
     @reporting_shortage()
     def _begin(self, version: int) -> Publication | None:
-        if self.ranks.rank > 0:
-            for weight in self.learner.weights().values():
-                self.learner.complete(weight)
+        if not publishes(self.learner):
             return None
         if self._begun is not None:  # two at a time would share their memory
             wait([self._begun[1]])
-        publisher = self._publisher = self._publisher or self._open_publisher()
-        return publisher.begin(version, self.learner.weights(), self.learner.complete)
+        if self._publisher is None:
+            options: dict[str, Any] = {"exports": self.exports_weights}
+            self._publisher = WeightPublisher(self.learner, self.experiment, self._run_id, **options)
+        return self._publisher.begin(version)
 
     def _finish(self, publication: Publication | None) -> PublishedWeights | None:
         if publication is None:
             return None
         published = publication.finish()
+        if self.ranks.rank > 0:
+            return None
         return msgspec.structs.replace(published, adapter="" if self.learner.lora is None else POLICY_ADAPTER)
-
-    def _open_publisher(self) -> Publisher:
-        """Open a publisher in this GPU's memory, if it has space and all replicas read it; else in shared memory."""
-        memory, generator = CudaMemory.of(self.learner.device), self.experiment.generator
-        trainer_at, dtype = Location.of(self.experiment.trainer.devices[0]), DTYPES[generator.dtype]
-        readers = [Location.of(name) for name in generator.devices if self.exports_weights]
-        routes = {choose_path(trainer_at, reader, CudaMemory.reaches) for reader in readers}
-        exports = memory is not None and routes == {"cuda ipc"}
-        # A side that takes turns computes nothing beside the copy to the host.
-        options: dict[str, Any] = {"exports": exports, "snapshots": not self.experiment.run.offload}
-        # The newest announced version stays while the next is written.
-        return Publisher(self._run_id, 2 if exports else 3, dtype=dtype, memory=memory, **options)
 
     def offload(self) -> MemoryMove:
         """Move weights, accumulated gradients and the optimiser's state off the device: from a GPU to pinned host

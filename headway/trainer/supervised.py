@@ -47,7 +47,8 @@ class SupervisedService(ModelService):
     ) -> None:
         validated = validate_experiment(experiment, "experiment")
         self.settings = validated.sft
-        device, trainer = use_device(context.device), validated.trainer
+        device = use_device(context.device)
+        trainer = validated.trainer.model_copy(update={"devices": self.settings.devices})
         meshed = trainer.host_memory == "all"
         ranks = Ranks(rank, world_size, rendezvous, device, trainer.shards_of(world_size), meshed=meshed)
         super().__init__(context, validated, run_id, trainer, ranks)

@@ -140,7 +140,8 @@ def exports_weights(experiment: Experiment, machine: Machine | None = None) -> b
     buffers are then there too, in the memory that loading took, unless the weights are float32."""
     generator, trainer_device = experiment.generator, experiment.trainer.devices[0]
     on_gpus = all(name.startswith("cuda:") for name in (trainer_device, *generator.devices))
-    is_changing = experiment.run.offload or experiment.control.devices == "move"
+    shards = experiment.trainer.shards_of(len(experiment.trainer.devices))  # their rows meet in the host's memory alone
+    is_changing = shards > 1 or experiment.run.offload or experiment.control.devices == "move"
     if generator.engine != "torch" or experiment.model.adapter is not None or is_changing or not on_gpus:
         return False
     model, copies = sizes_of(experiment.model.path), Counter({trainer_device: 2})
@@ -202,8 +203,7 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     """``width``: bytes of a number it computes with, which KV and weights are kept as."""
     settings, weight_count = experiment.generator, model.parameters
     if settings.engine == "vllm-server":
-        weight_bytes = weight_count * bytes_of(settings.dtype)
-        parts = {"base": BASE_BYTES["generator"], "update buffer": weight_bytes, "written for the server": weight_bytes}
+        parts = {"base": BASE_BYTES["generator"], "written for the server": weight_count * bytes_of(settings.dtype)}
         yield MemoryUse(name=name, location="memory", parts=parts)
         name = f"{name}'s server"
     if settings.engine != "torch":
@@ -231,7 +231,7 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
 
 
 def _vllm(experiment: Experiment, model: ModelSizes, name: str, device: str) -> Iterator[MemoryUse]:
-    """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights completely."""
+    """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights where they are."""
     settings, width = experiment.generator, bytes_of(experiment.generator.dtype)
     arguments, rank_count = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
     weight_bytes = model.parameters * width
@@ -248,7 +248,7 @@ def _vllm(experiment: Experiment, model: ModelSizes, name: str, device: str) -> 
         "KV cache": arguments.get("kv_cache_memory_bytes", kv_bytes),
         "activations": _step_bytes(experiment, model, width),
     }
-    host_parts = {"base": BASE_BYTES["vllm"], "update buffer": weight_bytes}
+    host_parts = {"base": BASE_BYTES["vllm"]}
     if on_cpu:
         yield from _on_device(experiment, name, device, device_parts, host_parts)
         return
