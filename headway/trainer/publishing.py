@@ -76,11 +76,11 @@ class WeightPublisher:
         trainer_at, dtype = Location.of(devices[0]), DTYPES[generator.dtype]
         readers = [Location.of(name) for name in generator.devices if exports]
         routes = {choose_path(trainer_at, reader, CudaMemory.reaches) for reader in readers}
-        exports = memory is not None and routes == {"cuda ipc"}
         self._learner, self._divided, writers = learner, _divides(learner), None
         if self._divided and learner.ranks.shards > 1:
             nodes = tuple(parse_device(name).node for name in devices[: learner.ranks.shards])
             writers = PublishingRanks(learner.ranks.rank, nodes)
+        exports = memory is not None and writers is None and routes == {"cuda ipc"}
         # Masters are float32, and the model computes with them rounded.
         self._rounds = self._divided and learner.dtype != dtype
         # A side that takes turns computes nothing beside the copy to the host.
