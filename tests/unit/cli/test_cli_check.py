@@ -22,8 +22,8 @@ from headway.config.schema import Experiment
 from headway.config.sources import TaskSource
 from headway.models.adapter_targets import base_digest
 from headway.orchestrator.actors.environments import open_multi_turn_host
-from headway.orchestrator.preflight import check as checking
 from headway.orchestrator.preflight import capacity, devices
+from headway.orchestrator.preflight import check as checking
 from headway.orchestrator.preflight.check import check
 from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError
