@@ -15,6 +15,7 @@ from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
 from headway.generator.routing.limiter import Limiter
+from headway.generator.routing.prompt_calls import PromptCalls
 from headway.generator.routing.replica import Replica, activity_of, call_replica, raise_but_deaths, replica_spec
 from headway.generator.routing.router import Router
 from headway.records.clients import Watch
@@ -104,6 +105,7 @@ class GeneratorPool:
         self._newest: PublishedWeights | None = None
         self._updates = 0  # announced so far: never decreases, though versions may
         self._updating = asyncio.Lock()
+        self.prompts = PromptCalls(self._replicas, clock, self._require_running)
         self._supervisors: dict[str, asyncio.Task[None]] = {}  # by replica
         self._stopping = False
         self._unrecoverable: HeadwayError | None = None  # an error that no restart repairs

@@ -17,7 +17,8 @@ from headway.models.hf.pixels import FOLDER
 from headway.models.routing import replayed_routing
 from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove
-from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores
+from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores, PromptLogprobs
+from headway.records.tokens import TokenIds
 from headway.records.trace import EngineSteps, Span
 from headway.runtime.devices import native_kernels_enabled, parse_device
 from headway.runtime.fork_server import MODEL_CODE
@@ -112,6 +113,12 @@ class Replica:
         outcomes = await asyncio.gather(*score_coroutines, return_exceptions=True)
         raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, ProbeScores)]
+
+    async def prompt_logprobs(self, ids: TokenIds, top: int, adapter: str) -> PromptLogprobs:
+        """See `GeneratorService.prompt_logprobs`. Raises WorkerDied, and ConfigurationError for a prompt that
+        can't be computed."""
+        await self.onloaded.wait()
+        return await self._call_worker("prompt_logprobs", ids, top, adapter)
 
     async def _score(self, probe: Probe) -> ProbeScores:
         await self.onloaded.wait()
