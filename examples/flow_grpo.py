@@ -83,7 +83,7 @@ class Train(Worker):
         if experiment.run.offload:
             self.offload, self.onload = self.trainer.offload, self.trainer.onload
 
-    async def run(self, finished: Channel) -> tuple[StepReport, PublishedWeights]:
+    async def run(self, finished: Channel) -> tuple[StepReport, PublishedWeights | None]:
         start = self.trainer.version * self.experiment.queue.groups_per_step
         async for part in finished.chunks(order=lambda one: one.group.index, start=start):
             batch = lay_out(build_batch(self.trainer.version, part, self.experiment))
@@ -91,9 +91,7 @@ class Train(Worker):
                 report = self.trainer.forward_backward(batch) if self.chunk else self.trainer.train_step(batch)
         async with self.turn():
             report = report if isinstance(report, StepReport) else self.trainer.optim_step()
-            published = self.trainer.publish(report.version)
-            assert published is not None, "the one rank publishes"
-            return report, published
+            return report, self.trainer.publish(report.version)
 
     def save(self, path: str) -> None:
         self.trainer.save_weights(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from headway.records.tokens import TokenLogprobs
 from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
 from headway.runtime.workers import Launcher
+from headway.trainer.checkpoints import scratch_of
 from headway.trainer.rank_workers import RankWorkers, with_own_cause
 
 SERVICE = "headway.trainer.service:TrainerService"
@@ -50,7 +52,8 @@ class TrainerClient(RankWorkers):
         super().__init__(launcher, experiment, run_id, devices, SERVICE, log_directory=log_directory, host_of=host_of)
         self.more_arguments = {"exports_weights": exports_weights}
         self._configured, self._restarts = experiment, 0
-        self._begun_checkpoint = ""  # path of `begin_checkpoint`; "": it is saved
+        self._begun_checkpoint = ""  # path of `begin_checkpoint`; "": it is being saved, or is
+        self._unsaved_checkpoint = ""  # path of the last checkpoint that was begun; "": it is saved
         self.accumulated_parts = 0  # since the last step, in the present processes
 
     @property
@@ -67,6 +70,21 @@ class TrainerClient(RankWorkers):
         """See `RankWorkers.start`."""
         self.accumulated_parts, self._begun_checkpoint = 0, ""
         await super().start()
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """See `RankWorkers.stop`; a checkpoint that isn't saved is removed."""
+        await super().stop(grace_s)
+        self._remove_unsaved()
+
+    async def kill(self) -> None:
+        """See `RankWorkers.kill`; a checkpoint that isn't saved is removed."""
+        await super().kill()
+        self._remove_unsaved()
+
+    def _remove_unsaved(self) -> None:
+        path, self._begun_checkpoint, self._unsaved_checkpoint = self._unsaved_checkpoint, "", ""
+        if path:
+            shutil.rmtree(scratch_of(path), ignore_errors=True)
 
     def set_devices(self, devices: tuple[str, ...]) -> None:
         """Set the devices, one per rank, for the next start."""
@@ -127,7 +145,7 @@ class TrainerClient(RankWorkers):
     async def begin_checkpoint(self, path: str, consumed: dict[int, list[int]], beside: bool = True) -> None:
         """See `records.clients.Trainer.begin_checkpoint`. ``beside``: other calls may come before it is saved."""
         await self.call_all("begin_checkpoint", path, consumed, beside)
-        self._begun_checkpoint = path
+        self._begun_checkpoint = self._unsaved_checkpoint = path
 
     async def save_checkpoint(
         self, path: str, consumed: dict[int, list[int]], before_commit: Callable[[], None] = lambda: None
@@ -142,6 +160,7 @@ class TrainerClient(RankWorkers):
                     checksums |= rank_checksums
             before_commit()
             version = await with_own_cause(self._running()[0].call("commit_checkpoint", checksums))
+            self._unsaved_checkpoint = ""
         except StorageFailed:
             await self.call_all("discard_checkpoint")
             raise

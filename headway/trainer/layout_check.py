@@ -53,7 +53,7 @@ def compare_with_one_rank(experiment: Experiment, learner: Learner) -> str:
         expected = _gradients(narrow.model_copy(update={"trainer": one_rank}), Ranks(), learner.device, whole_batch)
         share = whole_batch.take(divide(whole_batch, narrow.trainer, ranks.data_size)[ranks.data_rank])
         computed = _gradients(narrow, ranks, learner.device, share)
-    scale = max(float(gradient.abs().max()) for _, gradient in expected.values())
+    scale = max(float(gradient.abs().max()) for _, gradient in expected.values()) or 1.0
     differences = {
         name: _difference(first, gradient, expected[name][1]) / scale for name, (first, gradient) in computed.items()
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -329,7 +329,8 @@ class TrainerService(ModelService):
 
     def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
         """Write the present weights as a model folder with ``state.json`` (``RUN/best``), atomically."""
-        self._saver.save(SavedFolder(path=path, state=self._state({}, metrics or {})))
+        with closing(FolderSaver(self.learner)) as saver:  # a checkpoint may be on its way
+            saver.save(SavedFolder(path=path, state=self._state({}, metrics or {})))
         return CheckpointInfo(path=path, version=self.version)
 
     def load_checkpoint(self, path: str) -> int:
