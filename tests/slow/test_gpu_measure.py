@@ -14,7 +14,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_measure.py"
 ON_A_CPU = ["facts", "kernels", "step", "engine", "trainer", "publish", "loop", "nccl"]
 LIMIT_S = 540.0  # half a minute alone on two cores; others may be busy on them
-CPU_S = 60.0
+CPU_IMPORTS = 25.0  # a minute of a core where importing torch and transformers takes 2.4 s of it, as here when quiet
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -37,7 +37,10 @@ def cpu_s() -> float:
 
 
 def test_steps_run_on_a_cpu_within_a_minute_of_a_core(tmp_path: Path) -> None:
+    started_s = cpu_s()
+    subprocess.run([sys.executable, "-c", "import torch, transformers"], check=True)
     before_s = cpu_s()
+    import_s = before_s - started_s  # how fast this machine is now
     code, lines = measured(tmp_path, "--device", "cpu", "--skip", "vllm", "--called-at", "1e9")
     by_step = {line["step"]: line for line in lines}
     assert code == 0, lines
@@ -53,7 +56,7 @@ def test_steps_run_on_a_cpu_within_a_minute_of_a_core(tmp_path: Path) -> None:
     assert by_step["loop"]["measured"]["budget 2"]["max_staleness"] <= 2
     assert by_step["loop"]["measured"]["budget 0"]["max_staleness"] == 0
     assert all(line["card"] == "CPU" and line["code"].keys() >= {"models", "engine"} for line in lines)
-    assert cpu_s() - before_s < CPU_S
+    assert cpu_s() - before_s < CPU_IMPORTS * import_s
 
 
 def test_a_fault_in_each_step_fails_it_and_the_last_line(tmp_path: Path) -> None:
