@@ -115,7 +115,7 @@ class Verdict:
 
     settings: dict[str, str]
     predicted: float  # rate with the change / rate without
-    error: float  # what the doctor says of its own prediction
+    own_error: float  # what the doctor says of its own prediction
     measured: float
     spread: float  # half of (largest - smallest) of the rounds
 
@@ -127,7 +127,7 @@ class Verdict:
         keys = " ".join(f"{key}={value}" for key, value in self.settings.items())
         right = "right" if abs(self.error) <= RIGHT else "WRONG"
         return (
-            f"  {keys:<60} predicted x {self.predicted:.2f} (± {self.error:.0%})  measured x {self.measured:.2f} "
+            f"  {keys:<60} predicted x {self.predicted:.2f} (± {self.own_error:.0%})  measured x {self.measured:.2f} "
             f"(± {self.spread:.2f})  error {self.error:+.1%}  {right}"
         )
 
@@ -154,7 +154,7 @@ def _verdict(change: Recommendation, ratios: list[float]) -> Verdict:
     return Verdict(
         settings=change.settings,
         predicted=1 + change.gain,
-        error=change.error,
+        own_error=change.error,
         measured=statistics.median(ratios),
         spread=(max(ratios) - min(ratios)) / 2,
     )

@@ -79,7 +79,7 @@ def ratio(name: str, pairs: list[tuple[float, float]]) -> dict[str, Any]:
 def bytes_of(trainer: TrainerService) -> dict[str, int]:
     """Bytes of gradients, optimiser and a published version, and of the weights that are trained."""
     trained = trainer.learner.weights().values()
-    state = trainer.learner.optimiser_tensors().values()
+    state = [shard.tensor for shard in trainer.learner.optimiser_shards()]
     return {
         "gradients": sum(one.nbytes for one in trainer.learner.gradients()),
         "optimiser": sum(one.nbytes for one in state),

@@ -14,7 +14,7 @@ is one core. `pause_over_copy` is the step in which the version is applied, less
 
 vLLM's pause begins with the last token before an update and ends with the first one after it, and an ordinary decode
 step (the median of those around) is taken off: it holds fetching, verifying, loading and whatever else the engine does.
-It is printed in parts: `fetch` out of shared memory and verify; `load` into the layers that are there;
+It is printed in parts: `fetch`: verify it in shared memory; `load` into the layers that are there;
 `repack` the tied head; `modules`, the probe of every layer; `reference`, headway's own forward for the probe of a
 sequence; `sequence`, vLLM's steps that serve it (the last of them gives the first tokens, and an ordinary step is taken
 off); and `scheduler`, what is left. The probes are there because `probe_every_updates = 1`: without them (`unprobed`) a
@@ -116,7 +116,7 @@ def watched(engine: Engine[Any]) -> Parts:
     from headway.generator.engines.vllm import worker
 
     core: Any = engine._core
-    parts.watch(worker.Subscriber, "fetch", "fetch")
+    parts.watch(worker.Subscriber, "attach", "fetch")
     parts.watch(worker, "repack_tied_heads", "repack")
     parts.watch(worker, "load_weights", "load")
     parts.watch(core, "differing_module", "modules")

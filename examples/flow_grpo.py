@@ -83,7 +83,7 @@ class Train(Worker):
         if experiment.run.offload:
             self.offload, self.onload = self.trainer.offload, self.trainer.onload
 
-    async def run(self, finished: Channel) -> tuple[StepReport, PublishedWeights]:
+    async def run(self, finished: Channel) -> tuple[StepReport, PublishedWeights | None]:
         start = self.trainer.version * self.experiment.queue.groups_per_step
         async for part in finished.chunks(order=lambda one: one.group.index, start=start):
             batch = lay_out(build_batch(self.trainer.version, part, self.experiment))

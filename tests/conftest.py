@@ -33,6 +33,7 @@ LONGEST_S = {
     "e2e/test_sandbox_hostile.py": 45,
     "e2e/test_verifiers_training.py": 40,
     "e2e/test_moves_run.py": 30,
+    "e2e/test_model_division.py": 40,
     "e2e/test_adapter_training.py": 40,
     "e2e/test_alerts.py": 40,
     "e2e/test_serve.py": 40,

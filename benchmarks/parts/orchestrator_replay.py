@@ -7,10 +7,10 @@ samples nothing.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from headway.algorithms.samples import FlatBatch
@@ -25,10 +25,10 @@ from headway.records.generation import (
 from headway.records.rollout import Verdict
 from headway.records.task import Task
 from headway.records.tokens import sampled
-from headway.records.training import CheckpointInfo, StepReport
+from headway.records.training import StepReport
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher, WorkerSpec
-from headway.trainer.fake import FakeTrainer
+from headway.trainer.checkpoints import CheckpointState, keep_last, write_folder
 
 PROMPT_TOKENS, RESPONSE_TOKENS, DELTA_TOKENS = 32, 128, 16
 DELTAS = RESPONSE_TOKENS // DELTA_TOKENS  # of each rollout
@@ -177,10 +177,20 @@ class ReplayTrainer:
     def complete_publish(self, version: int) -> PublishedWeights:
         return PublishedWeights(version=version, path="replayed", checksum="0" * 32, size_bytes=0)
 
-    def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        trainer = FakeTrainer(RealClock())
-        trainer.version = self._version
-        return asyncio.run(trainer.save_checkpoint(path, consumed))
+    def begin_checkpoint(self, path: str, consumed: dict[int, list[int]], beside: bool) -> None:
+        self._checkpoint = path, CheckpointState(version=self._version, consumed=consumed)
+
+    def checkpoint_written(self) -> dict[str, str]:
+        return {}
+
+    def checkpoint_checksums(self) -> dict[str, str]:
+        return {}
+
+    def commit_checkpoint(self, checksums: dict[str, str]) -> int:
+        path, state = self._checkpoint
+        write_folder(path, lambda folder: None, state)
+        keep_last(Path(path).parent.parent, 2)
+        return state.version
 
     def score(self, prompt: tuple[int, ...], pixels: str) -> None:
         return None

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.algorithms.samples import IntArray, SampleArrays, sequence_of_token
+from headway.algorithms.samples import IntArray, SampleArrays
 
 Aggregation = Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"]
 
@@ -35,7 +35,8 @@ def weighting(
 ) -> Weighting:
     """Compute weights and divisor of one optimiser step over the sequences ``minibatch``.
 
-    ``minibatch``: indices of sequences, all of a sample's or none.
+    ``minibatch``: indices of sequences, all of a sample's or none. Of a rank's share of a batch they are the rank's,
+    and the ranks' totals add up to that of the batch.
 
     ``token_mean``: mean over the step's loss tokens (DAPO, 2025, Eq. 8). ``fixed``: divided by a constant that doesn't
     depend on the lengths sampled, samples x max_response_tokens (Dr. GRPO, 2025). ``seq_mean_token_sum``: each
@@ -49,11 +50,10 @@ def weighting(
     weight 1/n each time, so that padding changes nothing.
     """
     shares_s = np.ones(arrays.samples) if arrays.weights_s is None else arrays.weights_s
-    tokens_s = np.bincount(sequence_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
+    tokens_s = arrays.loss_tokens_s if arrays.rollout_tokens_s is None else arrays.rollout_tokens_s
     counts_s = shares_s  # weight of a sequence in a mean over responses
-    if arrays.rollouts_s is not None:
-        tokens_s = np.bincount(arrays.rollouts_s, weights=tokens_s)[arrays.rollouts_s]  # of the whole rollout
-        counts_s = np.where(np.diff(arrays.rollouts_s, prepend=-1) > 0, shares_s, 0.0)
+    if arrays.branches_s is not None:
+        counts_s = np.where(arrays.branches_s == 0, shares_s, 0.0)
     weights_s = shares_s
     if aggregation == "seq_mean_token_mean":
         weights_s = shares_s / np.maximum(tokens_s, 1.0)

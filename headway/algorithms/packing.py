@@ -24,8 +24,8 @@ Lengths = NDArray[np.int64]
 MAX_EXCHANGES = 1000  # exchanges of one search, each of which makes the heavier of two parts lighter
 
 
-def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "balanced") -> Plan:
-    """Plan micro-batches of at most ``budget`` tokens for ``ranks`` ranks.
+def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "balanced", least: int = 1) -> Plan:
+    """Plan micro-batches of at most ``budget`` tokens for ``ranks`` ranks, at least ``least`` for each.
 
     ``balanced``: the heaviest rank is never heavier than ``areal`` makes it; on one rank there are never more
     micro-batches than ``areal``'s and, at equal number, the heaviest is never heavier.
@@ -34,27 +34,26 @@ def pack(lengths: Sequence[int], budget: int, ranks: int = 1, method: Method = "
     if budget < 1 or ranks < 1:
         raise ValueError(f"budget = {budget} and ranks = {ranks} must be at least 1")
     if method == "areal":
-        return _deal(_areal_micro_batches(lengths, budget, ranks), ranks)
+        return _deal(_areal_micro_batches(lengths, budget, ranks * least), ranks, least)
     all_sequences = list(range(len(lengths)))
-    if ranks == 1:
-        return [fewest_micro_batches(lengths, all_sequences, budget)]
     shares = _partition(lengths, all_sequences, ranks)
     if _heaviest(lengths, shares) > _bound(lengths, all_sequences, ranks):
         dealt_plan = _deal(_areal_micro_batches(lengths, budget, ranks), ranks)
         joined_shares = [[i for batch in rank for i in batch] for rank in dealt_plan]
         shares = min((shares, joined_shares), key=lambda parts: _heaviest(lengths, parts))
     plan = [fewest_micro_batches(lengths, share, budget) for share in shares]
-    batch_count = max(len(batches) for batches in plan)
+    batch_count = max(least, *(len(batches) for batches in plan))
     return [_widen(lengths, share, batches, batch_count, budget) for share, batches in zip(shares, plan, strict=True)]
 
 
-def pack_in_order(sequences: int, micro_batch: int, ranks: int = 1) -> Plan:
-    """Plan micro-batches of at most ``micro_batch`` of ``sequences``, in order and regardless of their lengths.
+def pack_in_order(sequences: int, micro_batch: int, ranks: int = 1, least: int = 1) -> Plan:
+    """Plan micro-batches of at most ``micro_batch`` of ``sequences``, in order and regardless of their lengths, at
+    least ``least`` for each rank.
 
     Their sizes differ by at most one. This is the baseline for a token budget (AReaL, 2025, section 5)."""
     if micro_batch < 1 or ranks < 1:
         raise ValueError(f"micro_batch = {micro_batch} and ranks = {ranks} must be at least 1")
-    per_rank = max(1, -(-sequences // (micro_batch * ranks)))
+    per_rank = max(least, -(-sequences // (micro_batch * ranks)))
     micro_batches: list[MicroBatch] = [part.tolist() for part in np.array_split(np.arange(sequences), per_rank * ranks)]
     return [micro_batches[per_rank * rank : per_rank * (rank + 1)] for rank in range(ranks)]
 
@@ -76,8 +75,8 @@ def _areal_micro_batches(lengths: Sequence[int], budget: int, minimum: int) -> l
     return [sorted(batch) for batch in batches]
 
 
-def _deal(batches: list[MicroBatch], ranks: int) -> Plan:
-    per_rank = max(1, -(-len(batches) // ranks))
+def _deal(batches: list[MicroBatch], ranks: int, least: int = 1) -> Plan:
+    per_rank = max(least, -(-len(batches) // ranks))
     padded_batches = batches + [[] for _ in range(per_rank * ranks - len(batches))]
     return [padded_batches[rank::ranks] for rank in range(ranks)]
 

@@ -8,7 +8,7 @@ response token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ ConstrainedRun = tuple[str, int, int]  # text of a grammar, and the tokens [firs
 
 @dataclass(frozen=True, kw_only=True)
 class SampleArrays:
-    """All samples of a batch, token by token: each sample's trunk, then its branches.
+    """The samples of a batch, token by token: each sample's trunk, then its branches. On a rank: its own sequences.
 
     Invariant: ``lengths_s.sum() == N``; the first token of a sequence carries no loss (nothing comes before it
     that could predict it). Prompt tokens: no loss, log-probability 0, advantage 0, version -1.
@@ -44,7 +44,9 @@ class SampleArrays:
     lengths_s: IntArray  # [S] tokens of each sequence
     groups_s: IntArray  # [S] admission index of each sequence's group
     weights_s: NDArray[np.float64] | None = None  # [S] share of each sequence's loss that counts; None: all of it
-    rollouts_s: IntArray | None = None  # [S] index of each sequence's sample, ascending; None: one sequence per sample
+    branches_s: IntArray | None = None  # [S] position of each sequence in its rollout, 0: the trunk; None: all are
+    rollout_tokens_s: IntArray | None = None  # [S] loss tokens of each sequence's rollout, its branches' too; None: own
+    batch_groups: IntArray | None = None  # ascending groups of the complete batch; None: these samples'
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict[str, TokenRows])  # by kind, [N] each
     grammars: Sequence[ConstrainedRun] = ()
 
@@ -82,16 +84,25 @@ class SampleArrays:
         """[S] index of each sequence's first token."""
         return np.cumsum(self.lengths_s) - self.lengths_s
 
+    @cached_property
+    def loss_tokens_s(self) -> IntArray:
+        """[S] number of each sequence's tokens that carry loss."""
+        return _loss_tokens(self.loss_mask_n, self.lengths_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FlatBatch:
-    """The batch of one training step in its wire format: the content of `SampleArrays` in 9 bytes a token.
+    """The batch of one training step, or a rank's share of it, in its wire format: the content of `SampleArrays` in 9
+    bytes a token.
 
     Values that repeat over consecutive tokens are run-length encoded: [R] values with the [R] tokens of each.
     """
 
     step: int  # trainer version before the step
-    samples: int
+    samples: int  # of the complete batch, as are ...
+    tokens: int
+    loss_tokens: int  # that carry loss; the copies of a padded sample count together as one
+    batch_groups: IntArray  # ... and the ascending admission indices of its groups
     token_ids_n: NDArray[np.int32]
     loss_mask_n: BoolArray
     behaviour_logprobs_n: FloatArray
@@ -101,7 +112,8 @@ class FlatBatch:
     groups_s: IntArray
     members_s: IntArray  # [S] member index of each sequence's rollout
     weights_s: NDArray[np.float64] | None
-    rollouts_s: IntArray | None
+    branches_s: IntArray | None
+    rollout_tokens_s: IntArray | None
     token_rows: Mapping[str, TokenRows]
     grammars: Sequence[ConstrainedRun]
 
@@ -116,10 +128,38 @@ class FlatBatch:
             lengths_s=self.lengths_s,
             groups_s=self.groups_s,
             weights_s=self.weights_s,
-            rollouts_s=self.rollouts_s,
+            branches_s=self.branches_s,
+            rollout_tokens_s=self.rollout_tokens_s,
+            batch_groups=self.batch_groups,
             token_rows=self.token_rows,
             grammars=self.grammars,
         )
+
+    def take(self, sequences: IntArray) -> FlatBatch:
+        """Return the batch with these sequences alone (ascending indices), as a rank gets it."""
+        ends_s, lengths_s = np.cumsum(self.lengths_s), self.lengths_s[sequences]
+        starts_s = ends_s[sequences] - lengths_s
+        idx_n = _ranges(starts_s, lengths_s)
+        per_sequence = ("lengths_s", "groups_s", "members_s", "weights_s", "branches_s", "rollout_tokens_s")
+        taken: dict[str, Any] = {
+            name: None if (values_s := getattr(self, name)) is None else values_s[sequences] for name in per_sequence
+        }
+        for name in ("token_ids_n", "loss_mask_n", "behaviour_logprobs_n"):
+            taken[name] = getattr(self, name)[idx_n]
+        for name in ("advantage_runs", "version_runs"):  # a run is within a sequence
+            values_r, tokens_r = getattr(self, name)
+            is_taken_r = np.isin(np.searchsorted(ends_s, np.cumsum(tokens_r)), sequences)
+            taken[name] = values_r[is_taken_r], tokens_r[is_taken_r]
+        taken["token_rows"] = {kind: rows.cut(starts_s, lengths_s) for kind, rows in self.token_rows.items()}
+        shifts = (np.cumsum(lengths_s) - lengths_s - starts_s).tolist()
+        shift_by_sequence = dict(zip(sequences.tolist(), shifts, strict=True))
+        owners = np.searchsorted(ends_s, [first for _, first, _ in self.grammars], "right").tolist()
+        taken["grammars"] = [
+            (text, first + shift_by_sequence[owner], stop + shift_by_sequence[owner])
+            for (text, first, stop), owner in zip(self.grammars, owners, strict=True)
+            if owner in shift_by_sequence
+        ]
+        return replace(self, **taken)
 
 
 def build_arrays(batch: TrainBatch) -> SampleArrays:
@@ -160,19 +200,31 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
     loss_mask_n = TokenMask.concatenated(masks)
     loss_mask_n[(np.cumsum(lengths_s) - lengths_s)[lengths_s > 0]] = False  # only matters where a prompt is empty
     weights = [sample.weight for sample in owners]
+    weights_s = None if weights.count(1.0) == len(weights) else np.array(weights)
+    groups_s = _count([sample.rollout.group for sample in owners])
+    loss_tokens_s, branches_s, rollout_tokens_s = _loss_tokens(loss_mask_n, lengths_s), None, None
+    if len(owners) > len(batch.samples):
+        sequences_r = [1 + len(sample.rollout.branches) for sample in batch.samples]
+        branches_s = np.concatenate([np.arange(count) for count in sequences_r])
+        rollouts_s = np.cumsum(branches_s == 0) - 1  # each copy of a padded member is a separate sample
+        rollout_tokens_s = np.bincount(rollouts_s, weights=loss_tokens_s).astype(np.int64)[rollouts_s]
     return FlatBatch(
         step=batch.step,
         samples=len(batch.samples),
+        tokens=int(lengths_s.sum()),
+        loss_tokens=round(float((loss_tokens_s if weights_s is None else loss_tokens_s * weights_s).sum())),
+        batch_groups=np.unique(groups_s),
         token_ids_n=TokenIds.concatenated(ids),
         loss_mask_n=loss_mask_n,
         behaviour_logprobs_n=TokenLogprobs.concatenated(logprobs),
         advantage_runs=_runs(advantage_runs, np.float32),
         version_runs=_runs(version_runs, np.int64),
         lengths_s=lengths_s,
-        groups_s=_count([sample.rollout.group for sample in owners]),
+        groups_s=groups_s,
         members_s=_count([sample.rollout.member for sample in owners]),
-        weights_s=None if weights.count(1.0) == len(weights) else np.array(weights),
-        rollouts_s=None if len(owners) == len(batch.samples) else _owned(batch.samples),
+        weights_s=weights_s,
+        branches_s=branches_s,
+        rollout_tokens_s=rollout_tokens_s,
         token_rows=_token_rows(sequences, lengths_s),
         grammars=_grammars(sequences, (np.cumsum(lengths_s) - responses_s).tolist()),
     )
@@ -200,9 +252,11 @@ def _grammars(sequences: Sequence[Rollout | Branch], responses: Sequence[int]) -
     ]
 
 
-def _owned(samples: Sequence[Sample]) -> IntArray:
-    """[S] index of each sequence's sample; each copy of a padded member is a separate sample."""
-    return np.repeat(np.arange(len(samples)), _count([1 + len(sample.rollout.branches) for sample in samples]))
+def _loss_tokens(loss_mask_n: BoolArray, lengths_s: IntArray) -> IntArray:
+    """[S] number of each sequence's tokens that carry loss."""
+    counts_n = np.concatenate([[0], np.cumsum(loss_mask_n)])
+    ends_s = np.cumsum(lengths_s)
+    return counts_n[ends_s] - counts_n[ends_s - lengths_s]
 
 
 def sequence_of_token(arrays: SampleArrays) -> IntArray:
@@ -220,12 +274,11 @@ def split_by_group(arrays: SampleArrays, parts: int) -> list[IntArray]:
     """Split the samples into at most ``parts`` minibatches along group borders, in admission order.
 
     Returns sample indices per minibatch. Every group is whole in one minibatch, their numbers of groups differ by at
-    most one, and none is empty unless the batch is. Fewer groups than ``parts`` give fewer minibatches.
+    most one, and none is empty unless the batch is. Fewer groups than ``parts`` give fewer minibatches. On a rank the
+    groups of the complete batch are split, of which it may have no sequence.
     """
-    if not arrays.samples:
-        return [np.zeros(0, np.int64)]
-    groups = np.unique(arrays.groups_s)
-    shares = np.array_split(groups, min(parts, groups.size))
+    groups = np.unique(arrays.groups_s) if arrays.batch_groups is None else arrays.batch_groups
+    shares = np.array_split(groups, max(1, min(parts, groups.size)))
     return [np.flatnonzero(np.isin(arrays.groups_s, share)) for share in shares]
 
 
@@ -282,10 +335,21 @@ class MicroBatchArrays:
     sample_tokens: int  # tokens fed without prefix sharing
 
 
+# One token without a target, for a rank that has no samples left while others compute: its gradient is 0.
+EMPTY_MICRO_BATCH = MicroBatchArrays(
+    input_ids=np.zeros(1, np.int64),
+    input_lengths=[1],
+    continues=[-1],
+    predictors_m=np.zeros(0, np.int64),
+    targets_m=np.zeros(0, np.int64),
+    token_rows={},
+    sample_tokens=0,
+)
+
+
 def input_lengths(arrays: SampleArrays) -> IntArray:
     """[S] tokens each sequence feeds to the model: its length less one, or 0 if it has no loss token."""
-    loss_tokens_s = np.bincount(sequence_of_token(arrays), weights=arrays.loss_mask_n, minlength=arrays.samples)
-    return np.where(loss_tokens_s > 0, arrays.lengths_s - 1, 0)
+    return np.where(arrays.loss_tokens_s > 0, arrays.lengths_s - 1, 0)
 
 
 def slice_micro_batch(

@@ -11,14 +11,14 @@ from headway.algorithms.prefix_tree import PrefixTree
 Unit = tuple[int, MicroBatch]  # tokens of sequences that stay in one micro-batch, and those sequences
 
 
-def pack_trees(tree: PrefixTree, budget: int, ranks: int = 1, method: Method = "balanced") -> Plan:
+def pack_trees(tree: PrefixTree, budget: int, ranks: int = 1, method: Method = "balanced", least: int = 1) -> Plan:
     """Plan micro-batches as `pack` does, for the sequences of ``tree``. ``budget`` is in tokens computed.
 
     Tries are kept whole, halved, quartered ... down to single sequences, each time packed as units by `pack`; the
     best plan by heaviest rank, then number of micro-batches, then heaviest micro-batch is returned. `pack`'s own plan
     of single sequences is a candidate, so the heaviest rank never computes more than under that.
     """
-    best_plan = pack(tree.lengths_s.tolist(), budget, ranks, method)
+    best_plan = pack(tree.lengths_s.tolist(), budget, ranks, method, least)
     if not tree.common_t.any():
         return best_plan
     best_cost = _cost(best_plan, tree)
@@ -27,7 +27,7 @@ def pack_trees(tree: PrefixTree, budget: int, ranks: int = 1, method: Method = "
         units = _split_tries(tree, budget, part_count)
         plan = [
             [sorted(index for unit in batch for index in units[unit][1]) for batch in rank]
-            for rank in pack([tokens for tokens, _ in units], budget, ranks, method)
+            for rank in pack([tokens for tokens, _ in units], budget, ranks, method, least)
         ]
         cost = _cost(plan, tree)
         if cost < best_cost:

@@ -8,6 +8,7 @@ Without a GPU that this torch can use they have the schema's defaults, which are
   CPU cores it has the schema's default. GPUs of other machines are never taken
 - dtypes: bfloat16 if all of the run's GPUs multiply it (compute capability 8.0) and none of its devices is on a node,
   of which nothing is known here, else float32: no loss is scaled, as float16 would need
+- shards: after validation, by the memory that a rank needs (orchestrator/preflight/capacity.py)
 - engine: vLLM for models that run in transformers, where it is installed in the supported release and no key of the
   experiment excludes it, or where its ``engine_arguments`` are given; else torch
 """
@@ -28,6 +29,7 @@ AUTO_KEYS = {
     ("generator", "devices"): "a list of devices",
     ("generator", "engine"): "torch, vllm, vllm-server",
     ("trainer", "devices"): "a list of devices",
+    ("trainer", "shards"): "a number that divides the ranks, all",
     **{(section, "dtype"): ", ".join(_DTYPES) for section in ("model", *_SIDES)},
 }  # -> its other values
 KEPT_KEYS = (("generator", "engine"), ("generator", "dtype"), ("trainer", "dtype"))  # of a run that is resumed

@@ -16,6 +16,7 @@ def require_consistent(experiment: Experiment) -> None:
     _require_objective(experiment)
     _require_parts(experiment)
     _require_packing(experiment)
+    _require_shards(experiment)
     _require_publishing(experiment)
     _require_update_mode(experiment)
     _require_optimizer_step_staleness(experiment)
@@ -63,6 +64,36 @@ def _require_objective(experiment: Experiment) -> None:
             f"algorithm.kl_in = 'reward' takes kl_estimator = 'k1', the log-ratio of each token, not "
             f"{algorithm.kl_estimator!r}"
         )
+
+
+def _require_shards(experiment: Experiment) -> None:
+    """Check that the ranks can divide copies of the model, tokens and experts."""
+    settings, quantization = experiment.trainer, experiment.model.quantization
+    ranks, shards, context = len(settings.devices), settings.shards, settings.context_parallel
+    devices_text = f"the {ranks} ranks of trainer.devices"
+    _require_divisor("context_parallel", context, ranks, devices_text)
+    if shards != "all":
+        by_context = f"{ranks} / {context}, the ranks of trainer.devices by trainer.context_parallel"
+        shards_text = devices_text if context == 1 else by_context
+        _require_divisor("shards", shards, ranks // context, shards_text, ", all, auto")
+    copy_ranks, copy_text = ranks, devices_text
+    if shards not in (1, "all"):  # auto is 1 here: a copy then has as many ranks as its experts need
+        copy_ranks, copy_text = shards * context, f"the {shards * context} ranks of a copy (trainer.shards = {shards})"
+    _require_divisor("expert_parallel", settings.expert_parallel, copy_ranks, copy_text)
+    keys = zip(("shards", "context_parallel", "expert_parallel"), settings.layout_of(ranks), strict=True)
+    dividing_keys = [key for key, number in keys if number > 1][::-1]
+    if quantization is not None and (dividing_keys or settings.host_memory == "all"):
+        valid = f"{dividing_keys[0]} = 1" if dividing_keys else "host_memory = 'none' or 'optimiser'"
+        raise ValueError(
+            f"model.quantization = {quantization!r}: matrices of codes can't be gathered from ranks or from the host's "
+            f"memory; valid: trainer.{valid}, or no quantization"
+        )
+
+
+def _require_divisor(key: str, number: int, total: int, total_text: str, more: str = "") -> None:
+    if total % number:
+        valid = ", ".join(str(divisor) for divisor in range(1, total + 1) if not total % divisor)
+        raise ValueError(f"trainer.{key} = {number} doesn't divide {total_text}; valid: {valid}{more}")
 
 
 def _require_parts(experiment: Experiment) -> None:

@@ -78,6 +78,16 @@ def changed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> E
     return validate_experiment(raw, "the changed experiment")
 
 
+def placed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> Experiment:
+    """`changed_experiment` for other ``trainer.devices``, of which as many divide a copy of the model as their number
+    allows (`TrainerConfig.layout_of`)."""
+    trainer = experiment.trainer
+    ranks, context, experts = trainer.layout_of(len(json.loads(settings["trainer.devices"])))
+    layout = {"context_parallel": context, "expert_parallel": experts}
+    layout |= {} if trainer.shards == "all" else {"shards": ranks // context}
+    return changed_experiment(experiment, {**settings, **{f"trainer.{key}": str(n) for key, n in layout.items()}})
+
+
 def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:
     """Validate a raw mapping; ``origin`` names it in errors."""
     return validate(raw, origin, Experiment)

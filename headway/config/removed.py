@@ -115,6 +115,7 @@ REMOVED: Mapping[str, Mapping[str, str]] = {
         "staleness_tolerance": "it is 0.01",
     },
     "sft": {
+        "device": "set sft.devices to a list of devices, a rank for each",
         "weight_decay": "set trainer.weight_decay",
         "max_grad_norm": "set trainer.max_grad_norm",
         "micro_batch_tokens": "set trainer.micro_batch_tokens",

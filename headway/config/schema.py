@@ -6,7 +6,7 @@ One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` nam
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
@@ -36,7 +36,7 @@ from headway.config.section import (
     host_port,
     require_named,
 )
-from headway.config.sources import SftData, TaskSources, VerifierSettings
+from headway.config.sources import SftConfig, TaskSources, VerifierSettings
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # lowest and highest value that pass
@@ -229,6 +229,9 @@ class AlgorithmConfig(Section):
 Checkpointing = Literal["none", "selective", "full"]
 
 
+HostMemory = Literal["none", "optimiser", "all"]
+
+
 class TrainerConfig(Section):
     # Tune: more of them while the generator waits (training-bound)
     devices: RankDevices = ("cpu:1",)  # a rank for each; 2*cuda: on one of the cluster's nodes; auto: docs/gpus.md
@@ -249,10 +252,30 @@ class TrainerConfig(Section):
     packing: Literal["balanced", "areal", "fixed"] = "balanced"  # how samples are spread over micro-batches and ranks
     micro_batch_samples: Positive | None = None  # fixed: samples of a forward pass (branches count), of any length
     shared_prefix: bool = True  # a group's common prefix is computed once in a micro-batch, with the same gradient
+    # Tune: more where a copy doesn't fit (`headway check`); its ranks gather each layer when they compute it
+    shards: Positive | Literal["all"] = 1  # ranks that divide a copy of the model; auto: the fewest that can hold it
+    # Tune: more where one sample's activations don't fit; each layer then exchanges its tokens twice
+    context_parallel: Positive = 1  # ranks that divide the tokens of a micro-batch; a copy has so many times shards
+    # Tune: more where gathered experts don't fit or take too long; each layer then exchanges tokens in their place
+    expert_parallel: Positive = 1  # ranks of a copy that divide the experts of a mixture, which they never gather
+    # Tune: "optimiser" on GPUs where a copy nearly fits, then "all": less of the GPU's memory for slower steps
+    host_memory: HostMemory = "none"  # in the machine's: AdamW's moments, or weights as well
     # Tune: "selective" where activations don't fit, then "full": a third more work for a fraction of their memory
     gradient_checkpointing: Checkpointing = "none"  # recomputed: norms and gates, or layers
     # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are expensive: docs/learning.md
     optimizer_steps_per_batch: Positive = 1  # number of updates into which a batch is split, by group
+
+    def layout_of(self, ranks: int) -> tuple[int, int, int]:
+        """The numbers of ranks, of so many, that divide the weights of a copy, a micro-batch's tokens, and a mixture's
+        experts: those of the keys, or fewer where these don't divide ``ranks``."""
+        context, experts = math.gcd(self.context_parallel, ranks), math.gcd(self.expert_parallel, ranks)
+        fewest = ranks if self.shards == "all" else min(self.shards * context, ranks)
+        of_copy = range(fewest, ranks + 1)
+        return next(n for n in of_copy if not (ranks % n or n % context or n % experts)), context, experts
+
+    def shards_of(self, ranks: int) -> int:
+        """The number of ranks, of so many, that divide the weights of a copy (see `layout_of`)."""
+        return self.layout_of(ranks)[0]
 
 
 class WeightsConfig(Section):
@@ -307,43 +330,6 @@ class LedgerConfig(Section):
     # Tune: a share, or "none", when disks are small: a token takes 17 bytes
     rollouts: RecordedShare = "all"  # with all tokens in RUN/rollouts, for `headway show` and `export`; number: a share
     rollouts_max_bytes: Positive | None = 100 * 10**9  # size of RUN/rollouts at which recording ends; None: no limit
-
-
-class SftConfig(Section):
-    """Supervised cold start (`headway sft`)."""
-
-    data: SftData = None  # a JSONL file, or a table: rows with "prompt" and "solution", or with "messages"
-    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # messages that carry loss: docs/inputs.md
-    output: str = ""  # folder of the trained model: new, empty, or of an earlier `headway sft`
-    device: str = "cpu:0-1"  # cuda:N, cpu:N, cpu:N-M
-    epochs: Annotated[float, Field(gt=0)] | None = 3  # passes over the data; fewer if the held-out loss rises
-    steps: Positive | None = None  # optimiser steps at which SFT ends, instead of sft.epochs; then no data is held out
-    batch_sequences: Positive = 32  # sequences of one step
-    # Tune: the default suits models of a million weights; 1e-5 to 5e-5 suits those of billions
-    learning_rate: Annotated[float, Field(ge=0)] = 2e-3  # peak
-    warmup_steps: NonNegative = 20  # steps over which the learning rate rises linearly
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, to the last step
-    max_tokens: Positive = 512  # longer sequences (prompt and solution, or conversation) are dropped and counted
-    evaluate_every_steps: NonNegative = 0  # sampled solve rate, or shares of kernels, on tasks.validation; 0: never
-    # Tune: set it so that RL begins from a model that isn't certain yet: 0.3 to 0.6
-    stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # ends SFT: RL has to improve on it
-
-    @model_validator(mode="before")
-    @classmethod
-    def _require_one_end(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict):
-            return raw
-        table = cast("dict[str, Any]", raw)
-        epochs, steps = table.get("epochs"), table.get("steps")
-        if steps is None:
-            return table
-        if epochs is not None:
-            raise ValueError(f"sft.epochs = {epochs} and sft.steps = {steps} both set its end; valid: one of them")
-        return table | {"epochs": None}
-
-    def total_steps(self, sequences: int) -> int:
-        """Return the optimiser steps of the whole training on this number of sequences."""
-        return self.steps or math.ceil((self.epochs or 3) * sequences / self.batch_sequences)
 
 
 class Experiment(Section):
@@ -459,7 +445,8 @@ RESUMABLE_KEYS = {
     "hooks": "group_meta logging",
     "weights": "exchange steps_per_publish",
     "pruning": "* *.* *.*.*",
-    "trainer": "devices micro_batch_tokens micro_batch_samples shared_prefix gradient_checkpointing",
+    "trainer": "devices shards context_parallel expert_parallel micro_batch_tokens micro_batch_samples shared_prefix "
+    "gradient_checkpointing",
     "verifier": "timeout_s workers nodes",
     "verifiers": "*.timeout_s",
     "rollout": "timeout_s retries",

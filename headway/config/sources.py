@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from headway.config.section import Positive, Seconds, Section
+from headway.config.section import NonNegative, Positive, Seconds, Section
 
 _OTHER_FORMATS = (".parquet", ".arrow", ".csv")  # files that only source = "datasets" reads
 # key -> the sources in which it has an effect; the other keys have one in all sources
@@ -163,3 +164,40 @@ TaskSources = Annotated[
 
 # The path of a JSONL file, or a table.
 SftData = Annotated[SftSource | None, BeforeValidator(lambda value: _path_or_table(value or None))]
+
+
+class SftConfig(Section):
+    """Supervised cold start (`headway sft`)."""
+
+    data: SftData = None  # a JSONL file, or a table: rows with "prompt" and "solution", or with "messages"
+    train_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # messages that carry loss: docs/inputs.md
+    output: str = ""  # folder of the trained model: new, empty, or of an earlier `headway sft`
+    devices: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu:0-1",)  # a rank for each: cuda:N, cpu:N, cpu:N-M
+    epochs: Annotated[float, Field(gt=0)] | None = 3  # passes over the data; fewer if the held-out loss rises
+    steps: Positive | None = None  # optimiser steps at which SFT ends, instead of sft.epochs; then no data is held out
+    batch_sequences: Positive = 32  # sequences of one step
+    # Tune: the default suits models of a million weights; 1e-5 to 5e-5 suits those of billions
+    learning_rate: Annotated[float, Field(ge=0)] = 2e-3  # peak
+    warmup_steps: NonNegative = 20  # steps over which the learning rate rises linearly
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, to the last step
+    max_tokens: Positive = 512  # longer sequences (prompt and solution, or conversation) are dropped and counted
+    evaluate_every_steps: NonNegative = 0  # sampled solve rate, or shares of kernels, on tasks.validation; 0: never
+    # Tune: set it so that RL begins from a model that isn't certain yet: 0.3 to 0.6
+    stop_at_solve_rate: Annotated[float, Field(gt=0, le=1)] | None = None  # ends SFT: RL has to improve on it
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_one_end(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        table = cast("dict[str, Any]", raw)
+        epochs, steps = table.get("epochs"), table.get("steps")
+        if steps is None:
+            return table
+        if epochs is not None:
+            raise ValueError(f"sft.epochs = {epochs} and sft.steps = {steps} both set its end; valid: one of them")
+        return table | {"epochs": None}
+
+    def total_steps(self, sequences: int) -> int:
+        """Return the optimiser steps of the whole training on this number of sequences."""
+        return self.steps or math.ceil((self.epochs or 3) * sequences / self.batch_sequences)

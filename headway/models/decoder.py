@@ -23,6 +23,8 @@ from headway.models.gpu.operators import with_offset
 from headway.models.gpu.recomputation import computed_again, recomputing
 from headway.models.kernels import GATED, linear, norm_rotate, normed_stream, rms_norm
 from headway.models.packed_model import PackedModel
+from headway.models.parallel.division import Division
+from headway.models.parallel.divisors import require_divisible
 
 __all__ = ["Decoder", "DecoderConfig", "DecoderLayer"]
 
@@ -40,6 +42,7 @@ class DecoderLayer(nn.Module):
         self.adapter: LayerAdapter | None = None  # adds to the products: see `lora.use`
         self.fixed_shapes = False  # a mixture's products have the same shapes for any routing
         self.routed: list[Tensor] | None = None  # if it is a list, each call appends the experts of its tokens
+        self.division = Division()
         self.input_norm = nn.Parameter(torch.ones(c.width))
         self.qkv_weight = nn.Parameter(torch.empty((c.heads + 2 * c.kv_heads) * c.head_dim, c.width))
         self.output_weight = nn.Parameter(torch.empty(c.width, c.heads * c.head_dim))
@@ -99,8 +102,11 @@ class DecoderLayer(nn.Module):
         chosen_nk, weights_nk = route(hidden_nd, self.router_weight, m.per_token, m.normalised, self.adapter, replay)
         if self.routed is not None:
             self.routed.append(chosen_nk)
-        mix_experts = mix_in_fixed_shapes if self.fixed_shapes else mix
-        return mix_experts(hidden_nd, chosen_nk, weights_nk, self.gate_up_weight, self.down_weight, gated, self.adapter)
+        gate_up_xfd, down_xdf, ranks = self.gate_up_weight, self.down_weight, self.division.experts
+        if ranks is not None:
+            gate_up_xfd, down_xdf = ranks.own_experts(gate_up_xfd), ranks.own_experts(down_xdf)
+        inputs = hidden_nd, chosen_nk, weights_nk, gate_up_xfd, down_xdf, gated, self.adapter
+        return mix_in_fixed_shapes(*inputs) if self.fixed_shapes else mix(*inputs, ranks)
 
     def _product(self, name: str, x_nd: Tensor, add: Tensor | None = None) -> Tensor:
         """Input rows times the matrix of this name, plus its bias, the adapter's part and ``add``."""
@@ -120,7 +126,8 @@ class DecoderLayer(nn.Module):
         """Compute the block on packed documents: residual stream [N, d] to [N, d]."""
         c = self.config
         qkv, x_nd = self._project(x_nd, cos, sin)
-        attention_nhd = packed_attention(qkv, c.heads, c.kv_heads, c.head_dim, plan, self.kind.scores)
+        attend = packed_attention if self.division.context is None else self.division.context.attention
+        attention_nhd = attend(qkv, c.heads, c.kv_heads, c.head_dim, plan, self.kind.scores)
         return self.finish(x_nd, attention_nhd, replay)
 
 
@@ -149,6 +156,18 @@ class Decoder(PackedModel):
         exact_frequencies = torch.tensor(self.config.rope_frequencies(), dtype=torch.float32)
         self._frequencies = exact_frequencies.to(self._frequencies.device)
         return self
+
+    def divide(self, division: Division) -> None:
+        experts = division.experts
+        sizes = [1 if ranks is None else ranks.ranks.size for ranks in division]
+        require_divisible(self.config, *sizes)
+        super().divide(division)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            layer.division = division
+            if experts is not None and layer.kind.sparse:
+                layer.gate_up_weight = experts.divide(layer.gate_up_weight)
+                layer.down_weight = experts.divide(layer.down_weight)
 
     @property
     def device(self) -> torch.device:
@@ -199,17 +218,22 @@ class Decoder(PackedModel):
         start at 0; the linear layers have no padding. With ``continues`` documents may share a prefix (see
         `AttentionPlan.build`). ``replay``: experts to choose. Raises ValueError if the lengths don't add up.
         """
+        context = self.division.context
+        if context is not None:
+            ids_n, lengths = context.padded(ids_n, lengths)
+            replay = None if replay is None else replay.padded(len(ids_n))
         plan = AttentionPlan.build(lengths, self.device, continues)
         if plan.tokens != ids_n.shape[0]:
             raise ValueError(f"lengths add up to {plan.tokens} tokens, but {ids_n.shape[0]} ids were given")
-        cos, sin = self.rope(plan.positions_n)
-        x_nd = self.embed(ids_n)
+        rows = slice(None) if context is None else context.rows(plan.tokens)
+        cos, sin = self.rope(plan.positions_n[rows])
+        x_nd = self.embed(ids_n[rows])
         number_by_layer = {index: number for number, index in enumerate(self.config.sparse_layers)}
         checkpointing = self.checkpointing if torch.is_grad_enabled() else "none"
         with recomputing() if checkpointing == "selective" else contextlib.nullcontext():
             for index, layer in enumerate(self.layers):
                 number = number_by_layer.get(index)
-                replayed = None if replay is None or number is None else replay.layer(number)
+                replayed = None if replay is None or number is None else replay.layer(number, rows)
                 compute = partial(computed_again, layer) if checkpointing == "full" else layer
                 x_nd = compute(x_nd, cos, sin, plan, replayed)
         return x_nd

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway.models.kernels import QuantizedMatrix, frozen_product
+from headway.models.parallel.experts import ExpertRanks
 
 
 class LayerAdapter(Protocol):
@@ -40,8 +41,12 @@ class ExpertReplay(NamedTuple):
     def of(cls, chosen: Tensor) -> ExpertReplay:
         return cls(chosen, torch.zeros(chosen.shape[1], 3, dtype=torch.int64, device=chosen.device))
 
-    def layer(self, index: int) -> ExpertReplay:
-        return ExpertReplay(self.chosen[:, index], self.counts[index])
+    def padded(self, tokens: int) -> ExpertReplay:
+        """With unknown experts of further tokens, up to ``tokens``."""
+        return self._replace(chosen=functional.pad(self.chosen, (0, 0, 0, 0, 0, tokens - len(self.chosen)), value=-1))
+
+    def layer(self, index: int, rows: slice = slice(None)) -> ExpertReplay:
+        return ExpertReplay(self.chosen[rows, index], self.counts[index])
 
 
 def route(
@@ -93,23 +98,32 @@ def mix(
     down_xdf: Tensor | QuantizedMatrix,
     gated: Callable[[Tensor], Tensor],
     adapter: LayerAdapter | None = None,
+    ranks: ExpertRanks | None = None,
 ) -> Tensor:
     """The weighted sum of each token's expert outputs, [N, d].
 
-    ``gate_up_xfd`` [X, 2f, d] and ``down_xdf`` [X, d, f]: all experts' matrices; ``gated``: [M, 2f] to [M, f].
+    ``gate_up_xfd`` [X, 2f, d] and ``down_xdf`` [X, d, f]: all experts' matrices, or this rank's of ``ranks``;
+    ``gated``: [M, 2f] to [M, f].
     """
     n, k = chosen_nk.shape
     sorted_m, order_m = torch.sort(chosen_nk.reshape(-1), stable=True)
-    # Where each expert's rows end; a bincount would make the host wait for a GPU.
-    ends_x = torch.searchsorted(sorted_m, torch.arange(len(gate_up_xfd), device=sorted_m.device), right=True)
     row_m = order_m // k
+    count = len(gate_up_xfd)
+    experts = count if ranks is None else count * ranks.ranks.size
+    first = 0 if ranks is None else ranks.rows(experts).start
 
-    def product(name: str, x_md: Tensor, weights: Tensor | QuantizedMatrix) -> Tensor:
-        out = grouped_linear(x_md, weights, ends_x)
-        return out if adapter is None else adapter.add_experts(name, out, x_md, sorted_m, row_m)
+    def compute(x_md: Tensor, expert_m: Tensor, row_m: Tensor) -> Tensor:
+        # Where each expert's rows end; a bincount would make the host wait for a GPU.
+        ends_x = torch.searchsorted(expert_m, torch.arange(first, first + count, device=expert_m.device), right=True)
 
-    inner_mf = gated(product("gate_up", hidden_nd.index_select(0, row_m), gate_up_xfd))
-    out_md = product("down", inner_mf, down_xdf)
+        def product(name: str, x_md: Tensor, weights: Tensor | QuantizedMatrix) -> Tensor:
+            out = grouped_linear(x_md, weights, ends_x)
+            return out if adapter is None else adapter.add_experts(name, out, x_md, expert_m, row_m)
+
+        return product("down", gated(product("gate_up", x_md, gate_up_xfd)), down_xdf)
+
+    x_md = hidden_nd.index_select(0, row_m)
+    out_md = compute(x_md, sorted_m, row_m) if ranks is None else ranks.outputs(x_md, sorted_m, experts, compute)
     # Rows return to the tokens' order before the sum, so that the bits don't depend on how the pairs were sorted.
     position_m = torch.empty_like(order_m).scatter_(0, order_m, torch.arange(n * k, device=order_m.device))
     out_nkd = out_md.index_select(0, position_m).view(n, k, -1)

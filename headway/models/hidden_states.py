@@ -5,7 +5,7 @@ Shapes: n tokens, d width, p projections.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,10 @@ class HiddenStates:
             bits_dp = (bits_d[:, None] >> np.arange(PROJECTIONS, dtype=np.uint64)) & np.uint64(1)
             self._signs_dp = torch.from_numpy(bits_dp.astype(np.float32) * 2 - 1).to(x_nd.device)
         self._projections[-1].append((x_nd.float() @ self._signs_dp).cpu())
+
+    def convert(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace what this pass has recorded, each layer's [n, p], by ``function`` of it."""
+        self._projections[-1] = [function(x_np) for x_np in self._projections[-1]]
 
     def end_pass(self) -> None:
         """End a pass: the next call of `add` records the input of the first layer, for further tokens."""

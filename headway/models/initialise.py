@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,9 @@ from headway.records.errors import ConfigurationError
 from headway.runtime.scratch import ScratchFolder, flush, flush_folder
 from headway.tokens.tokenizer import Tokenizer
 from headway.tokens.tokenizer_training import BOS, EOS, PAD, train_byte_fallback_tokenizer
+
+NARROW_VOCABULARY = 64
+_NARROW_WINDOW = 8  # tokens: less than most documents have
 
 
 def initialise_model(
@@ -137,6 +141,37 @@ def _mixture(kind: Family, experts: int, per_token: int, intermediate: int) -> E
     if kind.experts is None:
         return None
     return ExpertMixture(experts=experts, per_token=per_token, intermediate=intermediate)
+
+
+def write_narrow_decoder(config: DecoderConfig, folder: str | Path, seed: int) -> None:
+    """Write a random model with the heads, experts and kinds of layers of ``config`` into ``folder``, narrow and
+    without a tokenizer."""
+    kinds = [config.layer(index) for index in range(config.layers)]
+    layers = min(config.layers, max(2, 1 + max(map(kinds.index, kinds))))
+    window, mixture = config.window, config.mixture
+    if window is not None:
+        kept_layers = tuple(index for index in window.layers if index < layers)
+        window = SlidingWindow(tokens=min(window.tokens, _NARROW_WINDOW), layers=kept_layers)
+    if mixture is not None:
+        dense_layers = tuple(index for index in mixture.dense_layers if index < layers)
+        mixture = replace(mixture, intermediate=min(mixture.intermediate, 16), dense_layers=dense_layers)
+    narrow_config = replace(
+        config,
+        vocabulary_size=NARROW_VOCABULARY,
+        width=min(config.width, 32),
+        head_dim=min(config.head_dim, 8),
+        intermediate=min(config.intermediate, 64),
+        layers=layers,
+        window=window,
+        mixture=mixture,
+        rope_scaling=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = build(narrow_config)
+    initialise_parameters(model, seed)
+    save_model(model, folder)
 
 
 def initialise_parameters(model: Decoder, seed: int) -> None:

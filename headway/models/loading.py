@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headway.models.configuration import DecoderConfig
 from headway.models.decoder import Decoder
-from headway.models.layout import TensorEntry, fused_expert_entries, hugging_face_entries
-from headway.models.weight_files import require_tied, stored_tensors, weight_files
+from headway.models.shards.row_map import decoder_tensors
+from headway.models.shards.shard import Shard, by_name, shards_of
+from headway.models.shards.tensor_files import check_shapes, fill, held_rows, write_model_files
+from headway.models.weight_files import stored_tensors, untied, weight_files
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cpu_multiplies_bfloat16
 
 P = TypeVar("P", bound=Tensor)
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOKENIZER_FILES = (
@@ -52,25 +54,28 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "float32", device: s
 
     Raises ConfigurationError, which names file and tensor, for missing, unreadable, unexpected or misshapen parts.
     """
-    folder = Path(path)
-    model = build(DecoderConfig.from_pretrained(folder), dtype, device)
-    stored_by_name = stored_tensors(weight_files(folder))
-    if model.config.tied:
-        require_tied(folder, stored_by_name)
-    file_by_name = {name: tensor.file for name, tensor in stored_by_name.items()}
-    targets = _targets(model, file_by_name)
-    _check_names(folder, model.config, set(targets), set(file_by_name))
-    names_by_file: dict[Path, list[str]] = {}
-    for name in sorted(targets):
-        names_by_file.setdefault(file_by_name[name], []).append(name)
-    with torch.no_grad():
-        for file, names in names_by_file.items():
-            try:
-                with safe_open(file, framework="pt") as reader:
-                    _fill(targets, names, reader, file)
-            except (SafetensorError, OSError) as error:
-                raise ConfigurationError(f"{file}: not a readable safetensors file: {error}") from None
+    model = build(DecoderConfig.from_pretrained(path), dtype, device)
+    load_shards(path, model.config, shards_of(weights_of(model)))
     return model
+
+
+def load_shards(path: str | Path, config: DecoderConfig, shards: Iterable[Shard]) -> None:
+    """Fill ``shards`` of a decoder's parameters from folder ``path``, cast to their dtype, and read no other rows.
+
+    Raises ConfigurationError as `load_model` does; values that aren't finite are found after some have been written.
+    """
+    folder, shards_by_name = Path(path), by_name(shards)
+    stored_by_name = stored_tensors(weight_files(folder))
+    tensors = decoder_tensors(config, stored_by_name)
+    _check_names(folder, config, set(tensors), set(stored_by_name))
+    check_shapes(tensors, stored_by_name, "config.json")
+    fill(tensors, stored_by_name, shards_by_name, require_finite_tensors)
+    if config.tied and (head := stored_by_name.get(_HEAD)) is not None:
+        embedding = tensors[_EMBEDDING]
+        for shard in shards_by_name.get(embedding.parameter, ()) if tuple(head.shape) == embedding.shape else ():
+            for places, rows in held_rows(embedding, head, shard):
+                if not torch.equal(rows.to(shard.tensor.device, shard.tensor.dtype), shard.matrix()[places]):
+                    raise untied(folder, _HEAD, head)
 
 
 def load_for_generation(path: str | Path, dtype: str | torch.dtype, device: str | torch.device) -> Decoder:
@@ -88,28 +93,6 @@ def build(config: DecoderConfig, dtype: str | torch.dtype = "float32", device: s
         return Decoder(config).to(parse_dtype(dtype))
 
 
-def _fill(targets: Mapping[str, TensorEntry], names: list[str], content: Any, file: Path) -> None:
-    for name in names:
-        target, stored_tensor = targets[name], content.get_tensor(name)
-        if tuple(stored_tensor.shape) != target.shape:
-            raise ConfigurationError(
-                f"{file}: {name} has shape {list(stored_tensor.shape)}, config.json implies {list(target.shape)}"
-            )
-        target.view.copy_(stored_tensor.view(target.view.shape))
-        require_finite_tensors(str(file), {name: target.view})
-
-
-def _targets(model: Decoder, stored: Mapping[str, Path]) -> dict[str, TensorEntry]:
-    """The tensors to read, by name; mixtures expert by expert, or as one tensor if the files hold them fused."""
-    targets = {entry.name: entry for entry in hugging_face_entries(model)}
-    for fused_entry, replaced_names in fused_expert_entries(model):
-        if fused_entry.name in stored:
-            targets[fused_entry.name] = fused_entry
-            for name in replaced_names:
-                del targets[name]
-    return targets
-
-
 def _check_names(folder: Path, config: DecoderConfig, expected: set[str], stored: set[str]) -> None:
     if missing_names := sorted(expected - stored):
         raise ConfigurationError(f"{folder}: tensors missing: {_first_names(missing_names)}")
@@ -119,7 +102,7 @@ def _check_names(folder: Path, config: DecoderConfig, expected: set[str], stored
 
 
 def _ignorable(name: str, config: DecoderConfig) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == _HEAD)
 
 
 def _first_names(names: list[str]) -> str:
@@ -132,12 +115,34 @@ def save_model(model: Decoder, path: str | Path, tokenizer_source: str | Path | 
 
     ``tokenizer_source``: a model folder whose tokenizer files are copied too.
     """
-    folder = Path(path)
+    save_shards(path, model.config, shards_of(weights_of(model)), tokenizer_source=tokenizer_source)
+
+
+def save_shards(
+    path: str | Path,
+    config: DecoderConfig,
+    shards: Iterable[Shard],
+    rank: int = 0,
+    ranks: int = 1,
+    tokenizer_source: str | Path | None = None,
+) -> None:
+    """Write this rank's rows of a decoder's parameters into the folder ``path``. When all ``ranks`` ranks have done so,
+    in any order, it is a folder as of `save_model`, with about as many files of weights. Raises OSError."""
+    folder, shards_by_name = Path(path), by_name(shards)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {entry.name: entry.view.cpu().reshape(entry.shape).contiguous() for entry in hugging_face_entries(model)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    dtype = str(model.dtype).removeprefix("torch.")
-    config_text = json.dumps(model.config.to_mapping(dtype), indent=2, ensure_ascii=False)
+    write_model_files(folder, decoder_tensors(config).values(), shards_by_name, rank, ranks)
+    if rank == 0:
+        dtype = shards_by_name["embedding_weight"][0].tensor.dtype
+        save_decoder_configuration(config, folder, dtype, tokenizer_source)
+
+
+def save_decoder_configuration(
+    config: DecoderConfig, folder: Path, dtype: torch.dtype, tokenizer_source: str | Path | None = None
+) -> None:
+    """Write config.json of a folder whose weights are ``dtype``, and copy the tokenizer files of
+    ``tokenizer_source``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config_text = json.dumps(config.to_mapping(str(dtype).removeprefix("torch.")), indent=2, ensure_ascii=False)
     (folder / "config.json").write_text(config_text + "\n", encoding="utf-8")
     if tokenizer_source is not None:
         copy_tokenizer(Path(tokenizer_source), folder)

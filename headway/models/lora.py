@@ -6,9 +6,9 @@ m (row, expert) pairs sorted by expert.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -130,13 +130,14 @@ def use(model: Decoder, adapter: Mapping[int, LayerAdapter] | None) -> None:
         layer.adapter = None if adapter is None else adapter.get(number)
 
 
-def base_of(model: Decoder) -> Decoder:
-    """A decoder without an adapter that shares the weights' tensors with ``model``."""
-    base = copy.deepcopy(
-        model, {id(shared): shared for shared in (*model.parameters(), *(layer.adapter for layer in model.layers))}
-    )
-    use(base, None)
-    return base
+@contextmanager
+def disabled(model: Decoder, lora: Lora) -> Iterator[None]:
+    """Make ``model`` compute without its adapter inside the block."""
+    use(model, None)
+    try:
+        yield
+    finally:
+        use(model, lora.layers)
 
 
 @torch.no_grad()

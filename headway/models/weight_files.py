@@ -13,7 +13,7 @@ import numpy as np
 from headway.models.configuration import read_json
 from headway.records.errors import ConfigurationError
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
@@ -30,6 +30,7 @@ class StoredTensor(NamedTuple):
     dtype: str  # "F32", "BF16", ...
     shape: list[int]
     content: np.ndarray[Any, Any]  # [bytes] uint8
+    start: int  # of the content, in bytes from the start of the file
 
     def values(self) -> np.ndarray[Any, Any]:
         """The flat numbers; for other types than floats of two bytes or more, the bytes."""
@@ -54,7 +55,7 @@ def weight_files(folder: Path) -> list[Path]:
     configured_name = str(read_json(folder / "config.json").get("transformers_weights") or "")
     if configured_name.endswith(".safetensors"):
         return [folder / configured_name]
-    single_file, index = folder / _SINGLE, folder / (configured_name or _INDEX)
+    single_file, index = folder / SINGLE_FILE, folder / (configured_name or INDEX_FILE)
     by_name = read_json(index).get("weight_map", {}) if index.is_file() else {}
     if not isinstance(by_name, dict) or not all(isinstance(name, str) for name in by_name.values()):
         raise ConfigurationError(f"{index}: weight_map = {str(by_name)[:80]}: valid: an object of file names by tensor")
@@ -64,7 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
         if part_files not in ([], [single_file]) and not missing_names:
             tensors = stored_tensors([single_file, *part_files])
             if lone := stored_tensors([single_file]).keys() ^ stored_tensors(part_files).keys():
-                raise ConfigurationError(_TWICE.format(folder, _SINGLE, tensors[min(lone)].file.name, min(lone)))
+                raise ConfigurationError(_TWICE.format(folder, SINGLE_FILE, tensors[min(lone)].file.name, min(lone)))
         return [single_file]
     if missing_names:
         raise ConfigurationError(
@@ -89,7 +90,8 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
                 content = file_array[data_start + begin : data_start + end]
                 if len(content) != end - begin:
                     raise ValueError(f"{name} is incomplete: the file is truncated")
-                tensor = StoredTensor(file, header[name]["dtype"], header[name]["shape"], content)
+                start = data_start + begin
+                tensor = StoredTensor(file, header[name]["dtype"], header[name]["shape"], content, start)
                 if (earlier := tensors.setdefault(name, tensor)) is not tensor and not earlier.equals(tensor):
                     raise ConfigurationError(_TWICE.format(file.parent, earlier.file.name, file.name, name))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
@@ -107,10 +109,15 @@ def require_tied(folder: Path, stored: Mapping[str, StoredTensor]) -> None:
     for name, head in stored.items():
         tables = [tensor for other, tensor in stored.items() if _EMBEDDING.search(other) and tensor.shape == head.shape]
         if _HEAD.search(name) and tables and not any(head.equals(table) for table in tables):
-            raise ConfigurationError(
-                f"{folder}: config.json ties the head to the embedding (tie_word_embeddings = true), and {name} in "
-                f"{head.file.name} is another matrix; valid: tie_word_embeddings = false to use it, or files without it"
-            )
+            raise untied(folder, name, head)
+
+
+def untied(folder: Path, name: str, head: StoredTensor) -> ConfigurationError:
+    """The error about a head ``name`` that should be the embedding and is another matrix."""
+    return ConfigurationError(
+        f"{folder}: config.json ties the head to the embedding (tie_word_embeddings = true), and {name} in "
+        f"{head.file.name} is another matrix; valid: tie_word_embeddings = false to use it, or files without it"
+    )
 
 
 def require_finite(file: Path) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import msgspec
 
 from headway.config.control import KnobName
-from headway.config.schema import Experiment
 from headway.control.tuning.controller import Action, ControllerState, Decision, backed_off, decide, effective_at
 from headway.control.tuning.knob_search import ControlLimits, limits_of
 from headway.control.tuning.placement_outcome import MoveOutcome
 from headway.orchestrator.actors.placement_changer import planned_move
 from headway.orchestrator.context import RunContext
+from headway.orchestrator.preflight.capacity import fitting_splits
 from headway.orchestrator.state import Signal
 from headway.records.control import Knobs
 from headway.records.errors import WorkerDied
@@ -22,6 +22,7 @@ from headway.records.ledger import StepRecord
 from headway.records.plan import RunPlacement
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.runtime.devices import interchangeable, sharing
+from headway.runtime.nodes.gpus import read_machine
 from headway.telemetry.ledger import EVENT_CONTROL, EVENT_PLAN_OUTCOME
 
 _QUERY_SHARE = 0.02  # of one core's time, at most, for queries of the controller's model
@@ -81,7 +82,7 @@ class RateControl:
     def __init__(self, run: RunContext) -> None:
         self._run = run
         self._mode = run.experiment.control.mode
-        self._limits = _limits_in(run.experiment)
+        self._limits = self._present_limits()
         self._outcome = MoveOutcome(run.experiment.queue.budget)
         self._state: ControllerState | None = None
         self._records: deque[StepRecord] = deque(maxlen=_RECORDS)
@@ -118,7 +119,7 @@ class RateControl:
         self._records.append(record)
         if self._outcome.changes(record, run.state.moved):
             self.cancel_query()  # the knobs and their measurements were of another placement
-            self._limits, self._state, self._advised = _limits_in(run.experiment), None, run.state.knobs
+            self._limits, self._state, self._advised = self._present_limits(), None, run.state.knobs
         if (outcome := self._outcome.due()) is not None:
             run.event(EVENT_PLAN_OUTCOME, outcome.detail, **outcome.data)
             if outcome.worse and run.state.moved is not None:
@@ -160,12 +161,22 @@ class RateControl:
         return_move = planned_move(previous.settings, 1 / max(rate_ratio, 1e-3), figures["measured"], figures["cost_s"])
         self._run.state.pending_move = msgspec.structs.replace(return_move, reverts=True)
 
+    def _present_limits(self) -> ControlLimits:
+        """The limits of the run's present placement. Of others a live run keeps those whose devices have the memory."""
+        experiment, is_live = self._run.experiment, self._run.worker_pools is not None
+        devices, ranks = experiment.generator.devices, experiment.trainer.devices
+        limits = limits_of(experiment, sharing(devices, ranks), same_kind=interchangeable([*devices, *ranks]))
+        fitting = (
+            fitting_splits(experiment, limits.splits, read_machine()) if is_live and limits.splits else limits.splits
+        )
+        return msgspec.structs.replace(limits, splits=fitting)
+
     def _limits_now(self) -> ControlLimits:
         """The limits with the machine's capacity for verifiers, and the costs of switches measured so far. Until one is
         measured, a change of placement costs a checkpoint and the start of all actors."""
         run, limits = self._run, self._limits
         worker_limit = max(limits.least_verifiers, min(limits.most_verifiers, run.verifier.max_workers()))
-        restart_s = run.start_s + max(record.checkpoint_s for record in self._records)
+        restart_s = run.start_s + run.state.checkpoint_s
         move_cost_s = run.state.moved.cost_s if run.state.moved else restart_s
         switch_costs = {"verifier_workers": run.verifier.start_s, "devices": move_cost_s}
         return msgspec.structs.replace(limits, most_verifiers=worker_limit, switch_s=switch_costs)
@@ -227,8 +238,3 @@ class RateControl:
         self._run.event(
             EVENT_CONTROL, f"{change_text}: {action.reason}", knob=action.knob, old=action.old, new=action.new, **fields
         )
-
-
-def _limits_in(experiment: Experiment) -> ControlLimits:
-    devices, ranks = experiment.generator.devices, experiment.trainer.devices
-    return limits_of(experiment, sharing(devices, ranks), same_kind=interchangeable([*devices, *ranks]))

@@ -63,6 +63,7 @@ async def restart_trainer(run: RunContext, version: int, *, moved: bool = False)
     ``MAX_RESTARTS`` times."""
     died_s = run.clock.now()
     await run.state.finish_update()
+    await run.state.finish_checkpoint()
     if run.memory is not None and run.locks.holds(TRAINER):  # it died between two parts of a batch
         await run.locks.end(TRAINER)
     for remaining_attempts in reversed(range(MAX_RESTARTS)):

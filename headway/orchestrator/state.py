@@ -87,6 +87,8 @@ class RunState:
     training: bool = False  # a batch is formed and its step not completed
     draining: bool = False  # admission is closed: the run is ending
     update: asyncio.Task[None] | None = None  # the weight update under way
+    checkpoint: asyncio.Task[None] | None = None  # that is written beside the steps
+    checkpoint_s: float = 0.0  # the longest time from a checkpoint's begin until it was durable
     trainer_death: WorkerDied | None = None  # noticed beside the steps: it is replaced before its next call
     applying: bool = False  # a version of the weights is being applied
     untrained_groups: int = 0  # ended untrained since a group was last accepted
@@ -107,6 +109,12 @@ class RunState:
         if self.update is not None:
             await self.update
             self.update = None
+
+    async def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint that is written beside the steps is durable, or its trainer dead."""
+        if self.checkpoint is not None:
+            await self.checkpoint
+            self.checkpoint = None
 
     def take_parkings(self) -> int:
         """Return the number of members parked since the last call, and reset it."""

@@ -27,7 +27,7 @@ from headway.orchestrator.context import RunContext, WorkerPools
 from headway.orchestrator.evaluation import end_reason
 from headway.orchestrator.jobs.model_card import write_run_card
 from headway.orchestrator.nodes.machines import open_machines
-from headway.orchestrator.preflight.memory import exports_weights
+from headway.orchestrator.preflight.capacity import exports_weights
 from headway.orchestrator.preflight.references import leave_out_unproved
 from headway.orchestrator.queue_snapshots import recording_snapshots
 from headway.orchestrator.run import Run

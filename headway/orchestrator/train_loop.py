@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -54,7 +55,7 @@ class TrainLoop:
         self._run = run
         self._completed = completed
         self._evaluations = evaluations
-        self._placement_changer = PlacementChanger(run, self.checkpoint)
+        self._placement_changer = PlacementChanger(run, self.ensure_checkpoint)
         self._updates = asyncio.TaskGroup()
         self._compared = False  # trainer and engines, after an update that changed the weights
         self.ended = ""  # why
@@ -313,24 +314,53 @@ class TrainLoop:
 
     async def _checkpoint_if_due(self) -> None:
         if self._run.state.version % self._run.experiment.checkpoint.every_steps == 0:
+            await self.checkpoint(beside=self._run.memory is None)
+
+    async def ensure_checkpoint(self) -> None:
+        """Return when there is a checkpoint of the present version."""
+        await self._run.state.finish_checkpoint()
+        if not checkpoint_path(self._run.directory, self._run.state.version).exists():
             await self.checkpoint()
 
-    async def checkpoint(self) -> None:
-        """Write a checkpoint of the present version, then release the payloads that the oldest kept one covers."""
+    async def checkpoint(self, *, beside: bool = False) -> None:
+        """Write a checkpoint of the present version, then release the payloads that the oldest kept one covers.
+        ``beside``: from a copy of the trainer's state, beside the next steps."""
         run = self._run
         version, started_s = run.state.version, run.clock.now()
-        path = str(checkpoint_path(run.directory, version))
+        await run.state.finish_checkpoint()
         run.buffer.make_durable()  # no checkpoint is ever ahead of the log
         await run.replicated()
-        await call_with_restart(run, lambda: run.trainer.save_checkpoint(path, run.buffer.consumed()), version)
-        kept_folders = find_checkpoints(run.directory)
+        saved = str(checkpoint_path(run.directory, version)), run.buffer.consumed()
+        save = partial(run.trainer.save_checkpoint, *saved, run.buffer.make_durable)
+        if beside:
+            await call_with_restart(run, lambda: run.trainer.begin_checkpoint(*saved), version)
+            work = self._complete_checkpoint(save, version, started_s)
+            run.state.checkpoint = self._updates.create_task(work, name=f"checkpoint-{version}")
+        else:
+            await call_with_restart(run, save, version)
+            self._release_covered(version, started_s)
+        run.meter.checkpointed(run.clock.now() - started_s)
+
+    async def _complete_checkpoint(self, save: Callable[[], Awaitable[Any]], version: int, started_s: float) -> None:
+        """Write the checkpoint whose state is copied. If the trainer dies meanwhile, the one before stays, and the
+        trainer is replaced before its next call."""
+        try:
+            await save()
+        except WorkerDied as death:
+            self._run.state.trainer_death = death
+            return
+        self._release_covered(version, started_s)
+
+    def _release_covered(self, version: int, started_s: float) -> None:
+        """Release the payloads that the oldest kept checkpoint covers, now that the one of ``version`` is durable."""
+        run, kept_folders = self._run, find_checkpoints(self._run.directory)
         if kept_folders:
             run.buffer.release_covered(version_of(kept_folders[0]))
             if run.prompts.pictures is not None:
                 run.prompts.pictures.remove_unneeded(read_pixels(run.buffer.path))
-        elapsed_s = run.clock.now() - started_s
-        run.meter.checkpointed(elapsed_s)
-        run.event("checkpoint", f"version {version}", seconds=round(elapsed_s, 3))
+        seconds = run.clock.now() - started_s
+        run.state.checkpoint_s = max(run.state.checkpoint_s, seconds)
+        run.event("checkpoint", f"version {version}", seconds=round(seconds, 3))
 
 
 def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> dict[str, object]:

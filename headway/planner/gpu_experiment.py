@@ -1,7 +1,8 @@
 """Writes an experiment that fits a machine's GPUs, by the memory model of `headway check`.
 
-Tried in this order, the first that fits is written: the whole model, low-rank adapters, adapters beside 8-bit and 4-bit
-weights; a quarter of the GPUs training, then one; replicas of one GPU, then of more by tensor parallelism.
+Tried in this order, the first that fits is written: the whole model, the same with its optimiser in the host's memory,
+low-rank adapters, adapters beside 8-bit and 4-bit weights; replicas of one GPU, then of more by tensor parallelism; a
+quarter of the GPUs training, then half of them, then one. The fewest of the trainer's ranks that can divide a copy.
 """
 
 from __future__ import annotations
@@ -15,9 +16,17 @@ from typing import Any
 
 from headway.config.auto import Machine, resolve
 from headway.config.load import validate_experiment
-from headway.config.schema import Checkpointing, Experiment
+from headway.config.schema import Checkpointing, Experiment, HostMemory
 from headway.models.sizes import ModelSizes, sizes_of
-from headway.orchestrator.preflight.memory import FULL_SHARE, gibibytes, memory_places, memory_uses
+from headway.orchestrator.preflight.capacity import (
+    fewest_shards,
+    gibibytes,
+    lacking,
+    memory_places,
+    shard_counts,
+    with_trainer,
+)
+from headway.orchestrator.preflight.memory import memory_uses
 from headway.records.errors import ConfigurationError
 
 PROMPT_TOKENS = 512
@@ -32,6 +41,7 @@ class MemoryChoice:
 
     adapter: bool  # whether low-rank weights are trained instead of the model's
     quantization: str  # of the weights beside an adapter; "": none
+    host_memory: HostMemory
     trainers: int  # GPUs that train; 0: as "auto" splits them
     ranks: int  # GPUs of a replica
     checkpointing: Checkpointing = "full"
@@ -51,14 +61,14 @@ def fitted_experiment(machine: Machine, model: str, folder: str, tables: dict[st
         except ConfigurationError as error:
             refusals[_method(method_choice)] = str(error)
             continue
-        if refusal := _lacking(machine, smallest_experiment, sizes):
+        if refusal := lacking(smallest_experiment, sizes, machine):
             refusals[_method(method_choice)] = refusal
             continue
         for kept, response_tokens, slots, micro in product(_CHECKPOINTING, _RESPONSES, _SLOTS, _MICRO_BATCHES):
             choice = replace(method_choice, checkpointing=kept, response_tokens=response_tokens)
             choice = replace(choice, slots=slots, micro_batch_tokens=micro)
             experiment = _experiment(machine, folder, tables, choice)
-            if not _lacking(machine, experiment, sizes):
+            if not lacking(experiment, sizes, machine):
                 return _text(machine, model, experiment, sizes, tables, choice, refusals)
     details_text = "; ".join(f"{method}: {refusal}" for method, refusal in refusals.items())
     raise ConfigurationError(
@@ -68,18 +78,22 @@ def fitted_experiment(machine: Machine, model: str, folder: str, tables: dict[st
 
 def _methods(machine: Machine) -> Iterator[MemoryChoice]:
     gpu_count = len(machine.usable)
-    trainer_counts = (0, 1) if gpu_count >= 8 else (0,)
+    trainer_counts = [0, *([gpu_count // 2] if gpu_count >= 4 else []), *([1] if gpu_count >= 8 else [])]
     rank_counts = [ranks for ranks in (1, 2, 4, 8) if ranks == 1 or ranks < gpu_count]
-    for (adapter, quantization), trainers, ranks in product(
-        ((False, ""), (True, ""), (True, "8bit"), (True, "4bit")), trainer_counts, rank_counts
-    ):
+    methods: list[tuple[bool, str, HostMemory]] = [(False, "", "none")]
+    methods.extend([(False, "", "optimiser")] if gpu_count else [])
+    methods.extend((True, quantization, "none") for quantization in ("", "8bit", "4bit"))
+    for (adapter, quantization, host_memory), ranks, trainers in product(methods, rank_counts, trainer_counts):
         if not (quantization and ranks > 1):  # vLLM would load the weights unquantised
-            yield MemoryChoice(adapter=adapter, quantization=quantization, trainers=trainers, ranks=ranks)
+            choice = MemoryChoice(
+                adapter=adapter, quantization=quantization, host_memory=host_memory, trainers=trainers, ranks=ranks
+            )
+            yield choice
 
 
 def _method(choice: MemoryChoice) -> str:
     if not choice.adapter:
-        return "the whole model"
+        return "the whole model" + (", its optimiser in host memory" if choice.host_memory != "none" else "")
     return f"an adapter beside {choice.quantization} weights" if choice.quantization else "an adapter"
 
 
@@ -88,7 +102,8 @@ def _experiment(machine: Machine, folder: str, tables: dict[str, Any], choice: M
     raw_settings["model"] = {**tables.get("model", {}), "path": folder, **raw_settings["model"]}
     if choice.trainers and machine.usable:
         raw_settings["trainer"]["devices"] = [f"cuda:{n}" for n in machine.usable[-choice.trainers :]]
-    return validate_experiment(resolve(raw_settings, machine), "the experiment")
+    experiment = validate_experiment(resolve(raw_settings, machine), "the experiment")
+    return with_trainer(experiment, shards=fewest_shards(experiment, machine))
 
 
 def _keys(choice: MemoryChoice) -> dict[str, dict[str, Any]]:
@@ -108,19 +123,9 @@ def _keys(choice: MemoryChoice) -> dict[str, dict[str, Any]]:
             "micro_batch_tokens": choice.micro_batch_tokens,
             "gradient_checkpointing": choice.checkpointing,
             "learning_rate": _ADAPTER_RATE if choice.adapter else _FULL_RATE,
+            **({} if choice.host_memory == "none" else {"host_memory": choice.host_memory}),
         },
     }
-
-
-def _lacking(machine: Machine, experiment: Experiment, sizes: ModelSizes) -> str:
-    """The devices or memory whose capacity is too small, with both numbers; "" if none is."""
-    for place in memory_places(uses := memory_uses(experiment, sizes), machine=machine):
-        is_device = place.name.startswith("cuda:") or place.name == "memory"
-        if is_device and place.capacity_bytes and place.needed_bytes > FULL_SHARE * place.capacity_bytes:
-            largest_use = max((use for use in uses if use.location == place.name), key=lambda use: use.total_bytes)
-            need_text = f"{largest_use.name} makes {place.name} need {gibibytes(place.needed_bytes)}"
-            return f"{need_text} of {FULL_SHARE:.0%} of {gibibytes(place.capacity_bytes)}"
-    return ""
 
 
 def _describe(machine: Machine) -> str:
@@ -145,10 +150,12 @@ def _text(
     generator, trainer, keys = experiment.generator, experiment.trainer, _keys(choice)
     refusal_text = "; ".join(f"{method}: {reason}" for method, reason in refusals.items() if method != _method(choice))
     takes_turns = experiment.run.offload
+    fewer = [count for count in shard_counts(experiment) if count < trainer.shards_of(len(trainer.devices))]
+    fewer_shards_text = lacking(with_trainer(experiment, shards=max(fewer, default=1)), sizes, machine, trainer=True)
     on_gpus = [name for name in (generator.devices[0], trainer.devices[0]) if name in needed]
     reason_by_key = {
         "run.offload": "the sides take turns on one GPU: each frees its memory for the other",
-        "model.path": f"{sizes.parameters / 1e9:.2f} G weights, which each rank of the trainer holds completely",
+        "model.path": f"{sizes.parameters / 1e9:.2f} G weights",
         "model.dtype": "what all of the GPUs multiply fastest" if machine.usable else "the fastest on most CPU cores",
         "model.adapter": f"{_method(choice)}, because {refusal_text}",
         "model.quantization": "type of the weights beside the adapter",
@@ -160,6 +167,8 @@ def _text(
         "generator.slots": f"requests at once of a replica: {needed.get((on_gpus or [''])[0], '?')} of its GPU at most",
         "generator.update_mode": "vLLM keeps no two revisions of an adapter for one request",
         "trainer.devices": f"{needed.get((on_gpus or [''])[-1], '?')} of each at most",
+        "trainer.shards": f"{trainer.shards} ranks divide a copy: {fewer_shards_text}",
+        "trainer.host_memory": "AdamW's moments, for which the GPUs have no space",
         "trainer.learning_rate": f"usual for {'adapters' if choice.adapter else 'whole models'}",
         "trainer.micro_batch_tokens": "the largest whose activations fit",
         "trainer.gradient_checkpointing": "what is computed again, where activations don't fit otherwise",
@@ -167,7 +176,8 @@ def _text(
     keys["run"] = {"offload": True} if takes_turns else {}
     keys["model"] = {"path": model, "dtype": trainer.dtype} | keys["model"]
     keys["generator"] = {"engine": generator.engine, "devices": [*generator.devices]} | keys["generator"]
-    keys["trainer"] = {"devices": [*trainer.devices]} | keys["trainer"]
+    shards = {"shards": trainer.shards} if trainer.shards != 1 else {}
+    keys["trainer"] = {"devices": [*trainer.devices]} | shards | keys["trainer"]
     lines = [f"# Fits {_describe(machine)}, by the memory model of headway check. Every other key has a default."]
     for name in dict.fromkeys((*tables, *keys)):
         section = tables.get(name, {}) | keys.get(name, {})

@@ -12,9 +12,7 @@ import msgspec
 
 from headway.config.load import changed_experiment, validate
 from headway.config.schema import Experiment
-from headway.control.rates.specs import ModelFigures
-from headway.models.sizes import sizes_of
-from headway.orchestrator.preflight.memory import trained_weights
+from headway.models.sizes import ModelSizes, sizes_of
 from headway.planner.catalogue.read import Catalogue
 from headway.planner.from_run import kept_sections, steps_to_simulate
 from headway.planner.model_figures import model_figures
@@ -54,10 +52,7 @@ def plan_for(
     it in virtual time, whose steps ``on_step`` counts. Raises ConfigurationError."""
     sizes = sizes_of(experiment.model.path)
     plan_pool = read_pool(pool, catalogue)
-    trained_share = 1.0
-    if experiment.model.adapter is not None:
-        trained_share = trained_weights(experiment, sizes) / sizes.parameters
-    curves = _curves(experiment, model_figures(sizes), trained_share, plan_pool)
+    curves = _curves(experiment, sizes, plan_pool)
     planned = plan_run(experiment, plan_pool, curves, objective)
     if not simulated or planned.plan.mode == "hybrid":  # a scenario's replicas all pause while it trains, or none do
         return planned.plan
@@ -72,11 +67,12 @@ def plan_for(
     return msgspec.structs.replace(planned.plan, simulated_samples_per_s=samples_per_s)
 
 
-def _curves(experiment: Experiment, model: ModelFigures, trained: float, pool: PlanPool) -> StageCurves:
+def _curves(experiment: Experiment, sizes: ModelSizes, pool: PlanPool) -> StageCurves:
     path = pool.tables.profile
     if not path:
-        return RooflineCurves(experiment, model, trained, pool)
-    return ProfiledCurves(experiment, model, pool, _decoded(path, Profile, "not a profile of headway plan --profile"))
+        return RooflineCurves(experiment, sizes, pool)
+    profile = _decoded(path, Profile, "not a profile of headway plan --profile")
+    return ProfiledCurves(experiment, model_figures(sizes), pool, profile)
 
 
 def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scenario:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.config.load import changed_experiment
+from headway.config.load import placed_experiment
 from headway.config.schema import Experiment
 from headway.control.rates.specs import ModelFigures
 from headway.control.tuning.forecast import rank_speed
@@ -29,7 +29,7 @@ from headway.orchestrator.task_sets import load_task_sets
 from headway.planner.model_figures import model_figures
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool
 from headway.planner.quantities import Quantity, constant
-from headway.planner.stage_curves import GenerationCurve, SharedCosts, StageCurves, TrainingCurve
+from headway.planner.stage_curves import GenerationCurve, SharedCosts, StageCurves, TrainerLayout, TrainingCurve
 from headway.records.check_report import Calibration
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cuda_device_count, machine_cores
@@ -94,14 +94,14 @@ def measure_profile(experiment: Experiment, seconds: float, on_progress: Callabl
             placement_index,
             len(placements) + 1,
         )
-        placed_experiment = changed_experiment(experiment, settings)
-        measured, lengths = calibrate(placed_experiment, tasks, seconds=seconds)
+        measured_experiment = placed_experiment(experiment, settings)
+        measured, lengths = calibrate(measured_experiment, tasks, seconds=seconds)
         points.append(
             ProfilePoint(
                 generators=len(generators),
                 trainers=len(trainers),
-                slots=placed_experiment.generator.slots,
-                samples=placed_experiment.queue.groups_per_step * placed_experiment.rollout.group_size,
+                slots=measured_experiment.generator.slots,
+                samples=measured_experiment.queue.groups_per_step * measured_experiment.rollout.group_size,
                 measured=measured,
             )
         )
@@ -191,13 +191,22 @@ class ProfiledCurves(StageCurves):
 
     def _training(self, class_index: int, devices: int) -> TrainingCurve | None:
         """See :meth:`StageCurves._training`."""
+        settings = self.experiment.trainer
+        ranks, context, experts = settings.layout_of(devices)
+        layout = TrainerLayout(
+            shards=ranks // context,
+            context_parallel=context,
+            expert_parallel=experts,
+            host_memory=settings.host_memory,
+        )
         point = self._point(lambda point: point.trainers, devices)
         measured, profiled, model = point.measured, self.profile.model, self.model
         rank_ratio = rank_speed(point.trainers) / rank_speed(devices)
         moved_s = 32.0 * (model.parameters - profiled.parameters) / self._bytes_per_s(class_index)  # AdamW's, both ways
         return TrainingCurve(
-            copies=devices,
-            spread="1 device",
+            copies=devices // context,
+            spread=str(layout),
+            layout=layout,
             fixed_s=max(0.0, measured.train_fixed_s + moved_s),
             token_s=measured.train_token_s * model.active / profiled.active * rank_ratio,
         )

@@ -38,6 +38,10 @@ PLANNED_KEYS = (
     "generator.kv_capacity_tokens",
     "generator.engine_arguments",
     "trainer.devices",
+    "trainer.shards",
+    "trainer.context_parallel",
+    "trainer.expert_parallel",
+    "trainer.host_memory",
 )
 _EXCLUDED = ("run.", "ledger.", "tasks.", "evaluation.", "checkpoint.", "sft.")  # a plan doesn't depend on them
 _SIMULATED = 8  # candidates
@@ -242,7 +246,7 @@ def _make_plan(
             name="train",
             device=training.device.name,
             names=device_names[1],
-            copies=best.training.copies,
+            copies=placement.trainers // (best.training.layout.ranks if best.training.layout else 1),
             spread=best.training.spread,
             samples_per_s=predicted.consumption_per_s,
             bytes_per_device=best.training.bytes_per_device,
@@ -253,6 +257,9 @@ def _make_plan(
         "generator.slots": str(best.generation.slots),
         "trainer.devices": json.dumps(device_names[1]),
     }
+    layout = {} if best.training.layout is None else msgspec.structs.asdict(best.training.layout)
+    changed = {key: value for key, value in layout.items() if value != getattr(experiment.trainer, key)}
+    settings |= {f"trainer.{key}": json.dumps(value) for key, value in changed.items()}
     full_cache_tokens = best.generation.slots * experiment.max_sequence_tokens
     if best.generation.kv_tokens is not None and best.generation.kv_tokens < full_cache_tokens:  # else all slots fit
         settings["generator.kv_capacity_tokens"] = str(best.generation.kv_tokens)
@@ -301,8 +308,8 @@ def _unsupported(
     experiment: Experiment, best: Candidate, kinds: tuple[PlanDevices, PlanDevices], curves: StageCurves
 ) -> Iterator[str]:
     """Yield the plan's needs that a configuration can't express."""
-    if best.training.spread != "1 device" or curves.shards:
-        yield f"train: {best.training.spread}: the trainer's ranks hold the model whole"
+    if best.training.layout is None:
+        yield f"train: {best.training.spread}: the trainer has no tensor and no pipeline parallelism"
     if best.generation.per_replica > 1 and experiment.generator.engine != "vllm":
         yield f"generate: {best.generation.spread}: generator.engine = {experiment.generator.engine!r} has one device"
     if best.generation.per_replica != best.generation.tensor:

@@ -12,15 +12,25 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from statistics import NormalDist
+from typing import get_args
 
 import msgspec
 
-from headway.config.schema import Experiment
+from headway.config.schema import Experiment, HostMemory
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.rates.generation import GenerationRecipe, ReplicaRates
 from headway.control.rates.specs import ModelFigures, Parallelism, RatedDevice
 from headway.control.rates.training import TrainerRates, TrainingRecipe, publish_s
-from headway.models.sizes import logit_rows
+from headway.models.sizes import ModelSizes, logit_rows
+from headway.orchestrator.preflight.capacity import with_trainer
+from headway.orchestrator.preflight.memory import (
+    CUDA_CONTEXT_BYTES,
+    divides_experts,
+    divides_heads,
+    trained_weights,
+    trainer_parts,
+)
+from headway.planner.model_figures import model_figures
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool, recipe
 from headway.planner.quantities import Quantity
 from headway.records.check_report import Calibration
@@ -28,7 +38,8 @@ from headway.records.errors import ConfigurationError
 
 _QUANTILES = 200
 # Options of recipes that a plan sets, that are judged by themselves, or that describe the load
-_PLANNED_OPTIONS = ("slots", "parallelism", "sharded", "expert_imbalance")
+_PLANNED_OPTIONS = ("slots", "parallelism", "shards", "expert_imbalance")
+_SLOWER = 1.05  # than the fastest layout of the trainer: as fast, so that the smallest is taken
 # Relative: the trainers of the published runs A and D took 1.77 and 1.47 times as long as the roofline has it, with its
 # fixed efficiencies (benchmarks/planner.py --parts published); too little was published of generators to compare.
 ROOFLINE_ERROR = 0.8
@@ -48,11 +59,32 @@ class GenerationCurve(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_device: float | None = None
 
 
+class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of the section ``trainer`` that say how its ranks divide a model."""
+
+    shards: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    host_memory: HostMemory = "none"
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that divide a copy's weights."""
+        return self.shards * self.context_parallel
+
+    def __str__(self) -> str:
+        names = {"shards": self.shards, "context": self.context_parallel, "expert": self.expert_parallel}
+        parts = [f"{name} {count}" for name, count in names.items() if count > 1]
+        parts += {"none": [], "optimiser": ["optimiser in host memory"], "all": ["in host memory"]}[self.host_memory]
+        return ", ".join(parts) or "1 device"
+
+
 class TrainingCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """The trainer on some devices: a step takes fixed + tokens x token."""
+    """The trainer on some devices: a step takes fixed + tokens x token. ``layout`` None: no keys express its spread."""
 
     copies: int
     spread: str
+    layout: TrainerLayout | None
     fixed_s: float
     token_s: float
     bytes_per_device: float | None = None
@@ -73,7 +105,6 @@ class StageCurves(ABC):
 
     error: float  # relative, of predicted rates, and ...
     error_is: str  # ... where it is from
-    shards = False  # whether the trainer's weights are sharded over devices
     unusual: tuple[str, ...] = ()  # options of the pool's recipes with which the configuration won't run
 
     def __init__(self, experiment: Experiment, model: ModelFigures, pool: PlanPool, workload: PlannedWorkload) -> None:
@@ -136,27 +167,27 @@ class RooflineCurves(StageCurves):
     error = ROOFLINE_ERROR
     error_is = "the roofline's, with fixed efficiencies; headway plan --profile measures them here"
 
-    def __init__(self, experiment: Experiment, model: ModelFigures, trained_share: float, pool: PlanPool) -> None:
+    def __init__(self, experiment: Experiment, sizes: ModelSizes, pool: PlanPool) -> None:
         if pool.tables.workload is None:
             raise ConfigurationError(
                 "pool: [workload] is missing: lengths decide where devices belong. Give prompt_tokens and "
                 "response_tokens, or measure with headway plan --profile"
             )
+        model = model_figures(sizes)
         super().__init__(experiment, model, pool, pool.tables.workload)
-        trainer_settings = experiment.trainer
+        self._sizes, self._fewest_bytes, trainer_settings = sizes, math.inf, experiment.trainer
         run_training = TrainingRecipe(
             dtype=trainer_settings.dtype,
             state_bytes=16.0 if trainer_settings.dtype == "float32" else 18.0,
-            sharded=False,
+            shards=1,
             recompute=trainer_settings.gradient_checkpointing == "full",
             micro_batch_tokens=trainer_settings.micro_batch_tokens,
             logit_tokens=logit_rows(model.vocabulary, on_gpu=False),
-            trained_share=trained_share,
+            trained_share=trained_weights(experiment, sizes) / sizes.parameters,
         )
         self._train = recipe(pool.tables, "train", TrainingRecipe, **msgspec.structs.asdict(run_training))
         run_generation = GenerationRecipe(dtype=experiment.generator.dtype, slots=experiment.generator.slots)
         self._generate = recipe(pool.tables, "generate", GenerationRecipe, **msgspec.structs.asdict(run_generation))
-        self.shards = self._train.sharded
         recipes = (("generate", self._generate, run_generation), ("train", self._train, run_training))
         self.unusual = tuple(
             f"{section}: {key}"
@@ -208,37 +239,122 @@ class RooflineCurves(StageCurves):
         )
 
     def _training(self, class_index: int, devices: int) -> TrainingCurve | None:
-        """See :meth:`StageCurves._training`: the fastest way of all."""
-        device_class, timed_curves = self.pool.classes[class_index], list[tuple[float, TrainingCurve]]()
+        """See :meth:`StageCurves._training`: of the layouts that fit, without host memory if one does, the smallest
+        that is as fast as the fastest."""
+        device_class = self.pool.classes[class_index]
+        for host_memory in get_args(HostMemory):
+            timed_curves: list[tuple[float, int, TrainingCurve]] = []
+            for layout, training_recipe in self._layouts(device_class, devices, host_memory):
+                rates = TrainerRates(
+                    model=self.model, device=device_class.device, devices=devices, recipe=training_recipe
+                )
+                try:
+                    step_s, curve = self._training_curve(rates, layout)
+                except ConfigurationError as error:
+                    self.reasons.setdefault("train", str(error))
+                    continue
+                division = training_recipe.parallelism.devices * rates.shard_count
+                timed_curves.append((step_s, division, curve))
+            if timed_curves:
+                limit_s = _SLOWER * min(timed_curves, key=lambda timed: timed[0])[0]
+                fast_curves = [timed for timed in timed_curves if timed[0] <= limit_s]
+                return min(fast_curves, key=lambda timed: (timed[1], timed[0]))[2]
+        return None
+
+    def _training_curve(self, rates: TrainerRates, layout: TrainerLayout | None) -> tuple[float, TrainingCurve]:
+        """Return the seconds of a step, and its curve. Raises ConfigurationError where the devices have no memory for
+        it, or can't be divided so."""
         sample_tokens = self.prompt_tokens + self.lengths.mean_tokens
         longest_tokens, tokens = float(self.experiment.max_sequence_tokens), self.samples * sample_tokens
-        for parallelism in self._training_spreads(device_class, devices):
-            rates = TrainerRates(
-                model=self.model,
-                device=device_class.device,
-                devices=devices,
-                recipe=msgspec.structs.replace(self._train, parallelism=parallelism),
-            )
-            try:
-                copies = rates.copies
-                rates.require_memory(longest_tokens)
-                step_s, half_step_s = rates.step_s(tokens, sample_tokens), rates.step_s(tokens / 2, sample_tokens)
-                if self.experiment.algorithm.kl_coefficient > 0:
-                    step_s += rates.step_s(tokens, sample_tokens, scoring=True)
-                    half_step_s += rates.step_s(tokens / 2, sample_tokens, scoring=True)
-            except ConfigurationError as error:
-                self.reasons.setdefault("train", str(error))
-                continue
-            token_s = max(0.0, (step_s - half_step_s) / (tokens / 2))
-            curve = TrainingCurve(
-                copies=copies,
-                spread=_spread_text(parallelism) + (f", sharded over {devices}" if self._train.sharded else ""),
-                fixed_s=max(0.0, step_s - token_s * tokens),
-                token_s=token_s,
-                bytes_per_device=rates.memory(longest_tokens).total,
-            )
-            timed_curves.append((step_s, curve))
-        return min(timed_curves, key=lambda pair: pair[0])[1] if timed_curves else None
+        copies = rates.copies
+        if layout is None or self.unusual:
+            rates.require_memory(longest_tokens)
+            nbytes = rates.memory(longest_tokens).total
+        else:
+            nbytes = self._trainer_bytes(rates, layout)
+        step_s, half_step_s = rates.step_s(tokens, sample_tokens), rates.step_s(tokens / 2, sample_tokens)
+        if self.experiment.algorithm.kl_coefficient > 0:
+            step_s += rates.step_s(tokens, sample_tokens, scoring=True)
+            half_step_s += rates.step_s(tokens / 2, sample_tokens, scoring=True)
+        token_s = max(0.0, (step_s - half_step_s) / (tokens / 2))
+        spread = _spread_text(rates.recipe.parallelism) if layout is None else str(layout)
+        fixed_s = max(0.0, step_s - token_s * tokens)
+        curve = TrainingCurve(
+            copies=copies, spread=spread, layout=layout, fixed_s=fixed_s, token_s=token_s, bytes_per_device=nbytes
+        )
+        return step_s, curve
+
+    def _trainer_bytes(self, rates: TrainerRates, layout: TrainerLayout) -> int:
+        """Return the bytes of each device by the memory model of `headway check`. Raises ConfigurationError with the
+        largest part, and the number of devices that suffices, where they are more than it has."""
+        device, usable_bytes = rates.device, rates.device.usable_bytes
+        parts = self._parts(device, rates.devices, layout)
+        if (nbytes := sum(parts.values())) <= usable_bytes:
+            return nbytes
+        top_part, devices = max(parts, key=lambda name: parts[name]), rates.devices
+        while devices < 1 << 16:
+            devices *= 2
+            shards = devices // layout.context_parallel
+            larger_layout = msgspec.structs.replace(layout, shards=shards)
+            if sum(self._parts(device, devices, larger_layout).values()) <= usable_bytes:
+                break
+        advice = f"{devices} devices suffice" if devices < 1 << 16 else "more devices don't help"
+        reason = (
+            f"train: {nbytes / 1e9:.1f} GB on each of {rates.devices} {device.name} ({layout}), most of it {top_part} "
+            f"({parts[top_part] / 1e9:.1f} GB), but {usable_bytes / 1e9:.1f} GB can be used; {advice}"
+        )
+        if nbytes < self._fewest_bytes:  # of the layout that comes nearest
+            self._fewest_bytes, self.reasons["train"] = nbytes, reason
+        raise ConfigurationError(reason)
+
+    def _parts(self, device: RatedDevice, devices: int, layout: TrainerLayout) -> dict[str, int]:
+        family = "cpu" if device.name == "cpu" else "cuda"
+        changes = msgspec.structs.asdict(layout) | {"devices": tuple(f"{family}:{n}" for n in range(devices))}
+        parts, moved_parts = trainer_parts(with_trainer(self.experiment, **changes), self._sizes)
+        parts |= moved_parts if family == "cpu" else {"context": CUDA_CONTEXT_BYTES}
+        states = sum(parts.pop(name, 0) for name in ("weights", "gradients", "AdamW"))
+        return {"weights, gradients and optimiser": states, **parts}
+
+    def _layouts(
+        self, kind: PlanDevices, devices: int, host_memory: HostMemory
+    ) -> Iterator[tuple[TrainerLayout | None, TrainingRecipe]]:
+        """Yield the layouts of the trainer's keys with their recipes, within the pool file's parallelism and shards; or
+        a recipe of the file that the keys don't express."""
+        mesh, model = self._train.parallelism, self.model
+        if max(mesh.tensor, mesh.pipeline) > 1:
+            if host_memory == "none":
+                yield None, self._train
+            return
+        contexts = [count for count in _powers(min(8, kind.device.per_node)) if divides_heads(self._sizes, count)]
+        has_experts = divides_experts(self.experiment, self._sizes)
+        experts = round(model.experts_per_token / model.active_experts) if has_experts else 1
+        expert_counts = [count for count in _powers(devices) if experts % count == 0]
+        if mesh != Parallelism():
+            contexts, expert_counts = [mesh.context], [mesh.expert]
+        for context in contexts:
+            copies = devices // context
+            counts = [count for count in range(1, copies + 1) if copies % count == 0 and copies * context == devices]
+            if "shards" in self.pool.tables.train:
+                counts = [count for count in counts if count * context == self._train.shards]
+            for shards, expert in product(counts, expert_counts):
+                if shards * context % expert:
+                    continue
+                layout = TrainerLayout(
+                    shards=shards, context_parallel=context, expert_parallel=expert, host_memory=host_memory
+                )
+                yield layout, self._recipe(layout)
+
+    def _recipe(self, layout: TrainerLayout) -> TrainingRecipe:
+        gathers = layout.ranks > 1 or layout.host_memory == "all"  # from float32 alone
+        state_bytes = min(16.0, self._train.state_bytes) if gathers else self._train.state_bytes
+        offloaded_bytes = {"none": self._train.offloaded_bytes, "optimiser": 8.0, "all": state_bytes}
+        return msgspec.structs.replace(
+            self._train,
+            parallelism=Parallelism(context=layout.context_parallel, expert=layout.expert_parallel),
+            shards=layout.ranks,
+            state_bytes=state_bytes,
+            offloaded_bytes=offloaded_bytes[layout.host_memory],
+        )
 
     def _spreads(self, kind: PlanDevices, devices: int) -> Iterator[Parallelism]:
         """Yield ways to spread a replica: the file's, or for vLLM tensor parallelism by powers of two, experts too."""
@@ -248,19 +364,6 @@ class RooflineCurves(StageCurves):
             return
         for tensor in _powers(min(devices, 2 * kind.device.per_node)):
             yield Parallelism(tensor=tensor, expert=tensor if self.model.expert_parameters else 1)
-
-    def _training_spreads(self, kind: PlanDevices, devices: int) -> Iterator[Parallelism]:
-        """Yield ways to spread the trainer: the file's, or where weights may be sharded tensor and context parallelism
-        inside a node, and experts."""
-        configured = self._train.parallelism
-        if configured != Parallelism() or not self._train.sharded:
-            yield configured
-            return
-        node_counts = [count for count in _powers(min(8, kind.device.per_node)) if devices % count == 0]
-        expert_counts = [1, *(_powers(devices)[1:] if self.model.expert_parameters else ())]
-        for tensor, context, expert in product(node_counts, node_counts, expert_counts):
-            if devices % (tensor * context) == 0 and devices % expert == 0:
-                yield Parallelism(tensor=tensor, context=context, expert=expert)
 
     def shared_costs(self, kind: PlanDevices, generation: GenerationCurve) -> SharedCosts:
         """See :meth:`StageCurves.shared_costs`."""

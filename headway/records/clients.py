@@ -134,8 +134,17 @@ class Trainer(Protocol):
         don't change, nor do gradients. None: there is no model."""
         ...
 
-    async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        """Write a checkpoint atomically. ``consumed``: step -> group indices, all steps so far."""
+    async def begin_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> None:
+        """Take a copy of the present state for `save_checkpoint`; returns when it may change. ``consumed``: step ->
+        group indices, all steps so far."""
+        ...
+
+    async def save_checkpoint(
+        self, path: str, consumed: dict[int, list[int]], before_commit: Callable[[], None] = lambda: None
+    ) -> CheckpointInfo:
+        """Write the checkpoint of `begin_checkpoint` atomically, beside the trainer's other calls; the present state,
+        if it wasn't called with ``path``. ``before_commit`` is called when all but the last step is on disk; its error
+        keeps the checkpoint from being one. Raises StorageFailed; the older checkpoints are then kept."""
         ...
 
     async def load_checkpoint(self, path: str) -> int:

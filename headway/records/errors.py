@@ -46,6 +46,16 @@ class StepRefused(HeadwayError, ValueError):
     """The trainer refuses a call that contradicts its version, earlier calls or the algorithm; nothing was changed."""
 
 
+class RanksDiffer(HeadwayError):
+    """The trainer's ranks were given calls that contradict one another; names what differs on which ranks."""
+
+
+class LayoutsDisagree(ConfigurationError):
+    """Ranks that divide a model compute other gradients than one rank; names the layer where they part."""
+
+    page = "docs/sharding.md#the-comparison-with-one-rank"
+
+
 class MicroBatchesHalved(HeadwayError):
     """Micro-batches were halved within a step of several parts, whose gradients are lost: compute all parts again."""
 

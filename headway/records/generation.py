@@ -115,6 +115,14 @@ class GenerationResult(msgspec.Struct, frozen=True, kw_only=True):
     first_token_s: float = 0.0  # the caller's clock when this request's first new token arrived; 0: unknown
 
 
+class PublishedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranges of a version's file that are on one node, if ranks on several have published it together."""
+
+    node: str  # "": the orchestrator's machine
+    path: str  # of the node's file, which is as long as that of all
+    ranges: tuple[tuple[int, int], ...]  # the first byte of each, and the byte after the last
+
+
 class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
     """A version of the weights that subscribers can fetch: of the whole model, or of an adapter alone."""
 
@@ -127,6 +135,7 @@ class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
     hash_s: float = 0.0  # ... hashing; the rest is copying to the host, if any, beside the trainer's next step
     adapter: str = ""  # name of the adapter whose weights these are; "": the model's
     handle: str = ""  # of the device memory that holds the payload, for processes that can map it; "": the file does
+    parts: tuple[PublishedPart, ...] = ()  # the nodes that have a part each, the first one's with the header; (): one
 
     @property
     def transport(self) -> Literal["shared memory", "cuda ipc"]:

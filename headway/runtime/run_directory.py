@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
-from headway.config.load import changed_experiment, require_resumable, validate_experiment
+from headway.config.load import placed_experiment, require_resumable, validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayError
 from headway.records.plan import PlacementFile, RunPlacement
@@ -228,7 +228,7 @@ def with_saved_placement(experiment: Experiment, directory: RunDirectory) -> Exp
                                  "configuration's devices") from None  # fmt: skip
     if saved_placement.configured != placement_of(experiment):
         return experiment
-    return changed_experiment(experiment, saved_placement.present.settings)
+    return placed_experiment(experiment, saved_placement.present.settings)
 
 
 def require_schema(run_dir: str | Path) -> None:

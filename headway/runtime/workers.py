@@ -122,7 +122,22 @@ async def call_all(
     workers: Sequence[WorkerHandle], method: str, *args: Any, timeout_s: float | None = None, **named: Any
 ) -> list[Any]:
     """Call a method of all workers at once; results in their order. The first failure is raised at once."""
-    call_tasks = [asyncio.ensure_future(worker.call(method, *args, timeout_s=timeout_s, **named)) for worker in workers]
+    return await call_each(workers, method, [args] * len(workers), timeout_s=timeout_s, **named)
+
+
+async def call_each(
+    workers: Sequence[WorkerHandle],
+    method: str,
+    arguments: Sequence[Sequence[Any]],
+    *,
+    timeout_s: float | None = None,
+    **named: Any,
+) -> list[Any]:
+    """Call a method of each worker with its own ``arguments``, all at once, as `call_all` does."""
+    call_tasks = [
+        asyncio.ensure_future(worker.call(method, *own_arguments, timeout_s=timeout_s, **named))
+        for worker, own_arguments in zip(workers, arguments, strict=True)
+    ]
     try:
         return list(await asyncio.gather(*call_tasks))
     finally:

@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -60,28 +60,52 @@ def write_folder(path: str | Path, fill: Callable[[Path], None], state: Checkpoi
 
     Raises any error of ``fill``, and OSError (a full disk); the previous content is then kept.
     """
-    target = Path(path)
-    scratch_folder, retired_folder = target.with_name(target.name + ".tmp"), target.with_name(target.name + ".old")
-    recover_folder(target)
-    scratch_folder.mkdir(parents=True)
+    scratch_folder = begin_folder(path)
     try:
-        mark_file = scratch_folder / _UNFINISHED
-        mark_file.touch()
         fill(scratch_folder)
-        written_files = (file for file in sorted(scratch_folder.rglob("*")) if file.is_file() and file != mark_file)
-        checksums = {str(file.relative_to(scratch_folder)): _checksum(file) for file in written_files}
-        (scratch_folder / STATE_FILE).write_bytes(
-            msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=checksums).sealed()), indent=1)
-        )
-        mark_file.unlink()  # from here on `state.json` lists the written files
-        flush_folder(scratch_folder)
-        if target.exists():
-            target.rename(retired_folder)
-        scratch_folder.rename(target)
+        commit_folder(path, state)
     finally:
         shutil.rmtree(scratch_folder, ignore_errors=True)
+
+
+def begin_folder(path: str | Path) -> Path:
+    """Make the empty folder beside ``path`` into which its files are written before `commit_folder`, and remove what an
+    earlier one left. Raises OSError."""
+    target = Path(path)
+    recover_folder(target)
+    scratch_folder = scratch_of(target)
+    scratch_folder.mkdir(parents=True)
+    (scratch_folder / _UNFINISHED).touch()
+    return scratch_folder
+
+
+def commit_folder(path: str | Path, state: CheckpointState, checksums: Mapping[str, str] | None = None) -> None:
+    """Replace the folder ``path`` atomically by that of `begin_folder`, with ``state``. ``checksums``: of files, by
+    relative path, that their writers have computed; those of other files are computed here. Raises OSError, also if one
+    of these files isn't there; the previous content is then kept."""
+    target, known = Path(path), checksums or {}
+    scratch_folder, retired_folder = scratch_of(target), target.with_name(target.name + ".old")
+    names = {str(file.relative_to(scratch_folder)) for file in scratch_folder.rglob("*") if file.is_file()}
+    if missing_names := sorted(known.keys() - names):
+        raise FileNotFoundError(
+            f"{scratch_folder / missing_names[0]}: a rank wrote it elsewhere; valid: a folder that all ranks share"
+        )
+    files = {name: known.get(name) or checksum_of(scratch_folder / name) for name in sorted(names - {_UNFINISHED})}
+    (scratch_folder / STATE_FILE).write_bytes(
+        msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, files=files).sealed()), indent=1)
+    )
+    (scratch_folder / _UNFINISHED).unlink()  # from here on `state.json` lists the written files
+    flush_folder(scratch_folder)
+    if target.exists():
+        target.rename(retired_folder)
+    scratch_folder.rename(target)
     flush(target.parent)
     _remove(retired_folder)
+
+
+def scratch_of(path: str | Path) -> Path:
+    """The folder in which the content of ``path`` is written."""
+    return Path(path).with_name(Path(path).name + ".tmp")
 
 
 def require_replaceable(path: str | Path, key: str) -> None:
@@ -135,17 +159,18 @@ def read_state(path: str | Path) -> CheckpointState:
     return state
 
 
-def verify(path: str | Path) -> CheckpointState:
+def verify(path: str | Path, rank: int = 0, ranks: int = 1) -> CheckpointState:
     """Check every file of a folder against its checksum, and the version of a checkpoint against its folder's name.
-    Raises CheckpointCorrupt, which names the first bad file."""
+    ``ranks`` ranks that call this check a share of the files each. Raises CheckpointCorrupt, which names the first bad
+    file."""
     folder = Path(path)
     state = read_state(folder)
     if _NAME.fullmatch(folder.name) and state.version != version_of(folder):
         raise CheckpointCorrupt(f"{folder / STATE_FILE}: version {state.version}, in the folder of another version")
-    for name, expected_checksum in sorted(state.files.items()):
+    for name, expected_checksum in sorted(state.files.items())[rank::ranks]:
         file = folder / name
         try:
-            checksum = _checksum(file)
+            checksum = checksum_of(file)
         except OSError as error:
             raise CheckpointCorrupt(f"{file}: {error.strerror}") from None
         if checksum != expected_checksum:
@@ -256,6 +281,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _checksum(file: Path) -> str:
+def checksum_of(file: Path) -> str:
+    """A file's xxh3-128 as `CheckpointState.files` has it. Raises OSError."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import tempfile
-import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+import json
+import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
-from headway.algorithms.samples import lay_out
+from headway.algorithms.samples import FlatBatch, IntArray, lay_out
+from headway.algorithms.step_plan import divide
+from headway.config.load import placed_experiment
 from headway.config.schema import Experiment
-from headway.records.errors import HeadwayError, RemoteError, StepRefused, StorageFailed
+from headway.records.errors import StepRefused, StorageFailed
 from headway.records.execution import MemoryMove
 from headway.records.generation import ProbeScores, PublishedWeights
+from headway.records.tokens import TokenLogprobs
 from headway.records.trace import WorkerState
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
-from headway.runtime.devices import parse_device
-from headway.runtime.fork_server import MODEL_CODE
-from headway.runtime.worker_slots import typed_cause
-from headway.runtime.workers import Launcher, WorkerHandle, WorkerSpec, call_all
-
-T = TypeVar("T")
+from headway.runtime.workers import Launcher
+from headway.trainer.checkpoints import scratch_of
+from headway.trainer.rank_workers import RankWorkers, with_own_cause
 
 SERVICE = "headway.trainer.service:TrainerService"
-_DEATH_S = 5.0  # longest time from the others' broken connections until a rank's death is noticed
 
 
-class TrainerClient:
+class TrainerClient(RankWorkers):
     """The handle of the trainer ranks, which are worker processes.
 
     Lifecycle: `start` -> calls -> `stop`. When a rank dies, the call in progress raises WorkerDied, because sums over
@@ -51,51 +48,49 @@ class TrainerClient:
     ) -> None:
         """``host_of(node)``: the address by which others reach a node ("": this machine); needed for ranks on nodes.
         ``exports_weights``: see `ModelService`; not after `set_devices`."""
-        self._launcher = launcher
-        self._experiment = experiment
-        self._run_id = run_id
-        self._log_directory = log_directory
-        self.workers: tuple[WorkerHandle, ...] = ()  # the ranks, rank 0 first; empty when none is running
-        self._host_of = host_of
-        self._exports_weights = exports_weights
-        self._rendezvous = ""
-        self._starts = 0
-        self._restarts = 0
+        devices = experiment.trainer.devices
+        super().__init__(launcher, experiment, run_id, devices, SERVICE, log_directory=log_directory, host_of=host_of)
+        self.more_arguments = {"exports_weights": exports_weights}
+        self._configured, self._restarts = experiment, 0
+        self._begun_checkpoint = ""  # path of `begin_checkpoint`; "": it is being saved, or is
+        self._unsaved_checkpoint = ""  # path of the last checkpoint that was begun; "": it is saved
         self.accumulated_parts = 0  # since the last step, in the present processes
 
     @property
     def worker_states(self) -> list[WorkerState]:
         """Health and restarts of every rank."""
         alive_by_name = {worker.name: worker.alive for worker in self.workers}
-        device_by_name = {f"trainer-{rank}": device for rank, device in enumerate(self._experiment.trainer.devices)}
+        device_by_name = {f"trainer-{rank}": device for rank, device in enumerate(self.devices)}
         return [
             WorkerState(name=name, up=alive_by_name.get(name, False), restarts=self._restarts, device=device)
             for name, device in device_by_name.items()
         ]
 
     async def start(self) -> None:
-        """Start one process per device of ``trainer.devices``; returns when all have loaded the model.
+        """See `RankWorkers.start`."""
+        self.accumulated_parts, self._begun_checkpoint = 0, ""
+        await super().start()
 
-        Raises the error of the first rank that fails, after killing all others.
-        """
-        self.accumulated_parts = 0
-        # A rendezvous file can be used for one start only, and must outlive it: groups may be made lazily.
-        self._rendezvous = await self._make_rendezvous()
-        specs = [self._spec(rank, device) for rank, device in enumerate(self._experiment.trainer.devices)]
-        start_tasks = [asyncio.ensure_future(self._launcher.start(spec)) for spec in specs]
-        try:
-            self.workers = tuple(await asyncio.gather(*start_tasks))
-        except RemoteError as error:
-            raise typed_cause(error) from error
-        finally:
-            if not self.workers:
-                await self._kill_started(start_tasks)
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """See `RankWorkers.stop`; a checkpoint that isn't saved is removed."""
+        await super().stop(grace_s)
+        self._remove_unsaved()
+
+    async def kill(self) -> None:
+        """See `RankWorkers.kill`; a checkpoint that isn't saved is removed."""
+        await super().kill()
+        self._remove_unsaved()
+
+    def _remove_unsaved(self) -> None:
+        path, self._begun_checkpoint, self._unsaved_checkpoint = self._unsaved_checkpoint, "", ""
+        if path:
+            shutil.rmtree(scratch_of(path), ignore_errors=True)
 
     def set_devices(self, devices: tuple[str, ...]) -> None:
         """Set the devices, one per rank, for the next start."""
-        self._exports_weights = False  # the first devices had the memory
-        trainer_config = self._experiment.trainer.model_copy(update={"devices": devices})
-        self._experiment = self._experiment.model_copy(update={"trainer": trainer_config})
+        self.more_arguments = {"exports_weights": False}  # the first devices had the memory
+        self._experiment = placed_experiment(self._configured, {"trainer.devices": json.dumps(devices)})
+        self.devices = devices
 
     async def restart(self) -> None:
         """Replace every rank by a new process with the initial weights."""
@@ -106,157 +101,111 @@ class TrainerClient:
     async def train_step(self, batch: TrainBatch) -> StepReport:
         """Train on ``batch``. Raises ValueError for a rollout whose parts differ in length."""
         self.accumulated_parts = 0  # the ranks discard them
-        reports: list[StepReport] = await self._all("train_step", lay_out(batch))
+        _, shares = await asyncio.to_thread(self._divide, batch)
+        reports: list[StepReport] = await self.call_each("train_step", [(share,) for share in shares])
         return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
     async def forward_backward(
         self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
     ) -> PartReport:
         """See `records.clients.Trainer.forward_backward`."""
-        laid_out = lay_out(part)
+        sequences, shares = await asyncio.to_thread(self._divide, part)
         previous_parts, self.accumulated_parts = self.accumulated_parts, 0  # after an error, unless nothing was changed
         try:
-            report: PartReport = (await self._all("forward_backward", laid_out, loss, divisor))[0]
+            arguments_by_rank = [(share, loss, divisor) for share in shares]
+            reports: list[PartReport] = await self.call_each("forward_backward", arguments_by_rank)
         except StepRefused:
             self.accumulated_parts = previous_parts
             raise
         self.accumulated_parts = previous_parts + 1
-        return report
+        context = self._context  # of so many reports, each has the same samples
+        lengths_s = np.concatenate([share.lengths_s for share in shares[::context]])
+        sequence_n = np.repeat(np.concatenate(sequences), lengths_s)
+        logprobs_n = np.concatenate([report.logprobs.array for report in reports[::context]])
+        in_batch_order = TokenLogprobs.view(logprobs_n[np.argsort(sequence_n, kind="stable")])
+        return msgspec.structs.replace(reports[0], logprobs=in_batch_order)
 
     async def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:
         """See `records.clients.Trainer.optim_step`."""
         self.accumulated_parts = 0  # after an error too
-        reports: list[StepReport] = await self._all("optim_step", settings)
+        reports: list[StepReport] = await self.call_all("optim_step", settings)
         return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
     async def begin_publish(self, version: int) -> None:
         """See `records.clients.Trainer.begin_publish`."""
-        await self._first("begin_publish", version)
+        await self.call_all("begin_publish", version)
 
     async def publish(self, version: int) -> PublishedWeights:
-        return await self._first("complete_publish", version)
+        return (await self.call_all("complete_publish", version))[0]
 
     async def score(self, prompt: tuple[int, ...] = (), pixels: str = "") -> ProbeScores | None:
         """See `records.clients.Trainer.score`."""
-        return await self._first("score", prompt, pixels)
+        return (await self.call_all("score", prompt, pixels))[0]
 
-    async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
-        return await self._first("save_checkpoint", path, consumed)
+    async def begin_checkpoint(self, path: str, consumed: dict[int, list[int]], beside: bool = True) -> None:
+        """See `records.clients.Trainer.begin_checkpoint`. ``beside``: other calls may come before it is saved."""
+        self._unsaved_checkpoint = path  # from now on there may be a folder, also if this is cancelled
+        await self.call_all("begin_checkpoint", path, consumed, beside)
+        self._begun_checkpoint = path
+
+    async def save_checkpoint(
+        self, path: str, consumed: dict[int, list[int]], before_commit: Callable[[], None] = lambda: None
+    ) -> CheckpointInfo:
+        """See `records.clients.Trainer.save_checkpoint`."""
+        if self._begun_checkpoint != path:
+            await self.begin_checkpoint(path, consumed, beside=False)
+        self._begun_checkpoint, checksums = "", dict[str, str]()
+        try:
+            for method in ("checkpoint_written", "checkpoint_checksums"):
+                for rank_checksums in await self.call_all_to_end(method):
+                    checksums |= rank_checksums
+            before_commit()
+            version = await with_own_cause(self._running()[0].call("commit_checkpoint", checksums))
+            self._unsaved_checkpoint = ""
+        except StorageFailed:
+            await self.call_all("discard_checkpoint")
+            raise
+        return CheckpointInfo(path=path, version=version)
 
     async def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
         """Write the present weights as a model folder (``RUN/best``), atomically."""
-        return await self._first("save_weights", path, metrics)
+        return (await self.call_all("save_weights", path, metrics))[0]
 
     async def load_checkpoint(self, path: str) -> int:
-        version = (await self._all("load_checkpoint", path))[0]
+        version = (await self.call_all("load_checkpoint", path))[0]
         self.accumulated_parts = 0  # the ranks discard them
         return version
 
     async def load_weights(self, path: str) -> None:
-        await self._all("load_weights", path)
+        await self.call_all("load_weights", path)
 
     async def measure_peak(self) -> float:
-        """Measure the FLOP/s of large matrix products at the training dtype, the denominator of MFU."""
-        return await self._first("measure_peak")
+        """Measure the FLOP/s of large matrix products at the training dtype on all ranks, the denominator of MFU."""
+        return sum(await self.call_all("measure_peak"))
 
     async def offload(self) -> list[MemoryMove]:
         """Move every rank's state, including accumulated parts, off its device (`TrainerService.offload`); returns each
         rank's move. Raises StorageFailed if a rank fails; then no rank is offloaded."""
-        outcomes = await asyncio.gather(
-            *(_with_own_cause(worker.call("offload")) for worker in self.workers), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                if isinstance(outcome, StorageFailed):
-                    await self.onload()
-                raise outcome
-        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+        try:
+            return await self.call_all_to_end("offload")
+        except StorageFailed:
+            await self.onload()
+            raise
 
     async def onload(self) -> list[MemoryMove]:
         """Undo `offload`."""
-        return await self._all("onload")
+        return await self.call_all("onload")
 
-    async def stop(self, grace_s: float = 10.0) -> None:
-        """Stop all ranks gracefully; their published weights are unlinked."""
-        workers, self.workers = self.workers, ()
-        await asyncio.gather(*(worker.stop(grace_s) for worker in workers))
-        self._remove_rendezvous()
+    @property
+    def _context(self) -> int:
+        """The number of neighbouring ranks that compute the same samples."""
+        return self._experiment.trainer.layout_of(len(self._running()))[1]
 
-    async def kill(self) -> None:
-        """Kill all ranks in any state; returns when they are dead."""
-        workers, self.workers = self.workers, ()
-        for worker in workers:
-            worker.kill()
-            await worker.died
-        self._remove_rendezvous()
-
-    def _spec(self, rank: int, device: str) -> WorkerSpec:
-        name = f"trainer-{rank}"
-        return WorkerSpec(
-            name=name,
-            factory=SERVICE,
-            arguments={
-                "experiment": self._experiment.model_dump(mode="json"),
-                "run_id": self._run_id,
-                "rank": rank,
-                "world_size": len(self._experiment.trainer.devices),
-                "rendezvous": self._rendezvous,
-                "exports_weights": self._exports_weights,
-            },
-            device=device,
-            preload=MODEL_CODE,
-            log_path=None if self._log_directory is None else Path(self._log_directory) / f"{name}.log",
-        )
-
-    async def _first(self, method: str, *arguments: Any) -> Any:
-        return await _with_own_cause(self._running()[0].call(method, *arguments))
-
-    async def _all(self, method: str, *arguments: Any) -> list[Any]:
-        workers = self._running()
-        try:
-            return await _with_own_cause(call_all(workers, method, *arguments))
-        except RemoteError:
-            # When a rank dies in the middle of a sum, the others' broken connections may be known before its death is.
-            if len(workers) > 1:
-                death_futures: list[Any] = [worker.died for worker in workers]
-                done, _ = await asyncio.wait(death_futures, timeout=_DEATH_S, return_when=asyncio.FIRST_COMPLETED)
-                for death_future in done:
-                    raise death_future.result() from None
-            raise
-
-    def _running(self) -> tuple[WorkerHandle, ...]:
-        if not self.workers:
-            raise HeadwayError("the trainer is not running: start() or restart() it first")
-        return self.workers
-
-    async def _kill_started(self, start_tasks: list[asyncio.Task[WorkerHandle]]) -> None:
-        """Kill the other ranks after one failed to start, since they would wait for it forever."""
-        for start_task in start_tasks:
-            start_task.cancel()
-        for worker_or_error in await asyncio.gather(*start_tasks, return_exceptions=True):
-            if not isinstance(worker_or_error, BaseException):
-                worker_or_error.kill()
-                await worker_or_error.died
-        self._remove_rendezvous()
-
-    async def _make_rendezvous(self) -> str:
-        """The ranks' rendezvous: a file of this machine, or a port of rank 0's node if any rank is on a node."""
-        devices = [parse_device(name) for name in self._experiment.trainer.devices]
-        if len(devices) == 1 or self._host_of is None or not any(device.node for device in devices):
-            return f"file://{tempfile.gettempdir()}/headway-ranks-{uuid.uuid4().hex}"
-        self._starts += 1
-        ports = self._experiment.cluster.ports
-        # Another port at each start: the last start's may still be closing.
-        return f"tcp://{await self._host_of(devices[0].node)}:{ports[self._starts % len(ports)]}"
-
-    def _remove_rendezvous(self) -> None:
-        if self._rendezvous.startswith("file://"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._rendezvous.removeprefix("file://"))
-
-
-async def _with_own_cause(call: Coroutine[Any, Any, T]) -> T:
-    try:
-        return await call
-    except RemoteError as error:
-        raise typed_cause(error) from error
+    def _divide(self, batch: TrainBatch) -> tuple[list[IntArray], list[FlatBatch]]:
+        """Return the parts of a batch, as sequences by their index in it, and what is sent to each rank."""
+        laid_out, context = lay_out(batch), self._context
+        parts = len(self._running()) // context
+        if parts == 1:
+            return [np.arange(len(laid_out.lengths_s))], [laid_out] * context
+        sequences = divide(laid_out, self._experiment.trainer, parts)
+        return sequences, [share for part in map(laid_out.take, sequences) for share in [part] * context]

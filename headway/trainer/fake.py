@@ -52,6 +52,7 @@ class FakeTrainer:
         self._publish_s = publish_s
         self._begun: int | None = None  # the version that is being published
         self._checkpoint_s = checkpoint_s
+        self._begun_checkpoint = "", CheckpointState(version=0)  # path and state of the one that is being written
         self._skip_steps = skip_steps
         self._keep_checkpoints = keep_checkpoints
         self.version = 0
@@ -153,12 +154,21 @@ class FakeTrainer:
     async def score(self, prompt: tuple[int, ...] = (), pixels: str = "") -> None:
         return None
 
-    async def save_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> CheckpointInfo:
+    async def begin_checkpoint(self, path: str, consumed: dict[int, list[int]]) -> None:
         await self._clock.sleep(self._checkpoint_s)
-        state = CheckpointState(version=self.version, consumed=consumed)
-        write_folder(path, lambda folder: _write_fake_model(folder / "model", self.version), state)
+        self._begun_checkpoint = path, CheckpointState(version=self.version, consumed=consumed)
+
+    async def save_checkpoint(
+        self, path: str, consumed: dict[int, list[int]], before_commit: Callable[[], None] = lambda: None
+    ) -> CheckpointInfo:
+        if self._begun_checkpoint[0] != path:
+            await self.begin_checkpoint(path, consumed)
+        state = self._begun_checkpoint[1]
+        before_commit()
+        write_folder(path, lambda folder: _write_fake_model(folder / "model", state.version), state)
         keep_last(Path(path).parent.parent, self._keep_checkpoints)
-        return CheckpointInfo(path=path, version=self.version)
+        self._begun_checkpoint = "", state
+        return CheckpointInfo(path=path, version=state.version)
 
     async def save_weights(self, path: str, metrics: dict[str, float] | None = None) -> CheckpointInfo:
         state = CheckpointState(version=self.version, metrics=metrics or {})

@@ -6,8 +6,9 @@ Legend: ``_n`` one value per packed token, ``_m`` per token that carries loss, `
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.algorithms.samples import MicroBatchArrays, SampleArrays
+from headway.algorithms.samples import IntArray, MicroBatchArrays, SampleArrays
 from headway.config.model import ModelConfig
 from headway.config.schema import TrainerConfig
 from headway.models.cpu import native
@@ -27,7 +28,19 @@ from headway.models.hidden_states import HiddenStates, chosen_logprobs
 from headway.models.kernels import target_logprobs
 from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.packed_model import PackedModel
-from headway.models.run_model import load_into, open_model, open_policy, save_policy, without_adapter
+from headway.models.run_model import (
+    folder_rows,
+    load_into,
+    open_base,
+    open_model,
+    open_on_meta,
+    open_policy_adapter,
+    read_weights,
+    save_policy,
+    without_adapter,
+)
+from headway.models.shards.row_map import FileTensor
+from headway.models.shards.shard import Shard, shards_of
 from headway.models.sizes import logit_rows
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, Probe, ProbeScores
@@ -38,8 +51,10 @@ from headway.tokens.grammar import Grammars
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.kept_sets import KeptSets, MicroBatchSets
 from headway.trainer.master_weights import MasterWeights
-from headway.trainer.optimizer import AdamW
+from headway.trainer.optimizer import AdamW, OptimiserState
 from headway.trainer.ranks import Ranks
+from headway.trainer.sharding import ShardedModel, is_divided, own_rows_of
+from headway.trainer.state_files import StateFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +99,6 @@ class Learner:
         chooses the batch's recorded experts. ``pixels``: of the run's folder, if batches may have pictures."""
         self._chosen, self._folder, self._chat = chosen, chosen.path, chat
         self.dtype = DTYPES[settings.dtype]
-        self.model, self.lora = open_policy(chosen, device, seed, self.dtype)
-        self.model.checkpointing = settings.gradient_checkpointing
-        self.reference: PackedModel | None = None
         self._replays, self._pixels = replays, pixels
         self._sets: KeptSets | None = None  # of the last batch
         self.device = device
@@ -94,15 +106,41 @@ class Learner:
         self.settings = settings
         uses_native = native_kernels_enabled() and self.dtype == torch.float32
         self._kernels = native.kernels_for(self.dtype, device) if uses_native else None
+        self._sharded: list[ShardedModel] = []  # the model in training, and its reference
+        is_sharded, is_adapted = ranks.mesh is not None, chosen.adapter is not None
+        opened_dtype = torch.float32 if is_sharded and not is_adapted else self.dtype  # masters are what is divided
+        if is_sharded:
+            self.model = self._open_divided(chosen.path, opened_dtype, frozen=is_adapted)
+        else:
+            self.model = open_base(chosen, opened_dtype, device)
+        self.lora = None if chosen.adapter is None else open_policy_adapter(self.model, chosen, device, seed)
+        self.model.checkpointing = settings.gradient_checkpointing
+        self.reference: PackedModel | None = None
+        self._trains_rows = is_sharded and not is_adapted  # an adapter's matrices are complete on every rank
         self.masters = self._open_masters()
         self.parameters = list(self.masters.trained().values())
-        self.optimiser = AdamW(self.parameters)
+        self.optimiser = AdamW(self.parameters, in_host_memory=settings.host_memory != "none")
+
+    def _open_divided(self, path: str | Path, dtype: torch.dtype, *, frozen: bool) -> PackedModel:
+        """Load this rank's rows of the model in folder ``path``, and divide its computation."""
+        model, fill = open_on_meta(self._chosen, dtype, path)
+        division, is_decoder = self.ranks.division(), isinstance(model, Decoder)
+        if is_decoder:  # its experts are divided twice, first here
+            model.divide(division)
+        if frozen:
+            model.requires_grad_(False)
+        in_host_memory = self.settings.host_memory == "all"
+        sharded = ShardedModel(model, self.ranks, self.dtype, self.device, fill, in_host_memory=in_host_memory)
+        if not is_decoder:  # what it can do shows once it has weights
+            model.divide(division)
+        self._sharded.append(sharded)
+        return model
 
     def _open_masters(self) -> MasterWeights:
         if self.lora is not None:
             return MasterWeights(self.lora.parameters, self.dtype)
         parameters, exact = dict(self.model.named_parameters()), None
-        if self.dtype != torch.float32:
+        if self.dtype != torch.float32 and not self._sharded:
             exact = weights_of(open_model(self._chosen, torch.float32, self.device))
         masters = MasterWeights(parameters, self.dtype, exact)
         masters.sum_in_float32(self.model.config.vocabulary_size)
@@ -110,7 +148,7 @@ class Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """The published weights, of the model or its adapter, by name and without copying: as the model computes with
-        them, in its dtype."""
+        them, in its dtype; if ranks divide them, this rank's rows of their float32 masters."""
         return weights_of(self.model) if self.lora is None else self.lora.weights()
 
     @property
@@ -125,14 +163,17 @@ class Learner:
         if self.lora is not None and Path(model_path) == Path(self._folder):
             self.reference = without_adapter(self.model, self.lora)
             return
-        reference = open_model(self._chosen, self.dtype, self.device, model_path)
+        if self.ranks.mesh is None:
+            reference = open_model(self._chosen, self.dtype, self.device, model_path).requires_grad_(False)
+        else:
+            reference = self._open_divided(model_path, self.dtype, frozen=True)
         our_size, other_size = self.model.config.vocabulary_size, reference.config.vocabulary_size
         if our_size != other_size:
             raise ConfigurationError(
                 f"model.reference = {str(model_path)!r} has a vocabulary of {other_size}, the model one of {our_size}: "
                 "they must be equal"
             )
-        self.reference = reference.requires_grad_(False)
+        self.reference = reference
 
     def logprobs(
         self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: PackedModel | None = None
@@ -146,7 +187,14 @@ class Learner:
         input_ids_n = self._tensor(batch.input_ids)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
-        with native.using(self._kernels):
+        kept = own_kept = self._kept(batch.targets_m, arrays)
+        share, context = None, chosen_model.division.context
+        if context is not None:  # each rank scores the loss tokens that its slice predicts
+            share = context.share(batch.predictors_m, len(batch.input_ids), self.device)
+            predictors_m, targets_m = share.rows, targets_m[share.own]
+            own_kept = None if kept is None else self._kept(batch.targets_m[share.own.cpu().numpy()], arrays)
+
+        def compute() -> tuple[Tensor, Tensor]:
             if pictures:  # a transformers model: only these get pictures
                 packed_inputs = input_ids_n, batch.input_lengths, batch.continues
                 hidden_nd = chosen_model.forward_packed(*packed_inputs, pictures)  # pyright: ignore[reportCallIssue]
@@ -155,10 +203,20 @@ class Learner:
             else:
                 assert isinstance(chosen_model, Decoder)
                 hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
-                expert_counts = replay.counts.sum(0).tolist()
-            hidden_md, kept = hidden_nd.index_select(0, predictors_m), self._kept(batch, arrays)
-            token_scores = token_logprobs(chosen_model, hidden_md, targets_m, temperature, kept=kept)
-            return TokenScores(*token_scores, kept, cast("tuple[int, int, int]", tuple(expert_counts)))
+            own_scores = token_logprobs(
+                chosen_model, hidden_nd.index_select(0, predictors_m), targets_m, temperature, kept=own_kept
+            )
+            return own_scores if share is None else (share.gather(own_scores[0]), share.gather(own_scores[1]))
+
+        with native.using(self._kernels):
+            token_scores = chosen_model.compute(compute)
+        if share is not None and kept is not None:
+            own_masses_m = kept.masses_m[share.own] if own_kept is None else own_kept.masses_m
+            kept.masses_m.copy_(share.gather(own_masses_m))
+        if replay is not None:
+            counts = replay.counts.sum(0)
+            expert_counts = (counts if share is None else self.ranks.sum_(counts, "context")).tolist()
+        return TokenScores(*token_scores, kept, cast("tuple[int, int, int]", tuple(expert_counts)))
 
     @torch.no_grad()
     def score(self, probe: Probe) -> ProbeScores:
@@ -170,16 +228,27 @@ class Learner:
             lengths = [len(part) for part in (prefix, ids, suffix) if part]
             pictures = [{} if part is prefix else pixels[0] for part in (prefix, ids, suffix) if part and pixels]
             packed_n, recorder = torch.tensor([*prefix, *ids, *suffix], device=self.device), HiddenStates()
+            inputs = packed_n, lengths, *([None, pictures] if pictures else [])
+            scored_slice = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
             with native.using(self._kernels), recorder.recording(self.model.layers):
-                hidden_nd = forward(packed_n, lengths, *([None, pictures] if pictures else []))
-                scored_slice = slice(len(prefix) + max(0, len(probe.prompt) - 1), len(prefix) + len(ids))
-                logits_nv = self.model.head(hidden_nd[scored_slice])
+                logits_nv = self.model.compute(partial(self._logits, forward, inputs, scored_slice))
+            if (context := self.model.division.context) is not None:
+                share = context.share(np.arange(len(packed_n)), len(packed_n), self.device)
+                recorder.convert(lambda own_np, share=share: share.gather(own_np.to(self.device)).cpu())
             if len(lengths) == 1 or (self.model.packs and not pixels):
                 scores_by_path[path] = recorder.scores(logits_nv, ids, len(prefix))
             else:  # the documents were rows of a batch in another order
                 scores_by_path[path] = PathScores(logprobs=chosen_logprobs(logits_nv, ids))
         has_experts = self.model.config.has_experts
         return ProbeScores(probe=probe, precision=self.settings.dtype, mixture=has_experts, paths=scores_by_path)
+
+    def _logits(self, forward: Callable[..., Tensor], inputs: tuple[Any, ...], scored_slice: slice) -> Tensor:
+        hidden_nd, context = forward(*inputs), self.model.division.context
+        if context is None:
+            return self.model.head(hidden_nd[scored_slice])
+        rows = np.arange(len(inputs[0]))[scored_slice]
+        share = context.share(rows, len(inputs[0]), self.device)
+        return share.gather(self.model.head(hidden_nd[share.rows]))
 
     @property
     def routing(self) -> ExpertRouting | None:
@@ -195,12 +264,12 @@ class Learner:
         chosen_experts = self._tensor(rows.table(routing.width).astype(np.int16))
         return ExpertReplay.of(chosen_experts.view(-1, routing.layers, routing.per_token))
 
-    def _kept(self, batch: MicroBatchArrays, arrays: SampleArrays) -> MicroBatchSets | None:
+    def _kept(self, targets_m: IntArray, arrays: SampleArrays) -> MicroBatchSets | None:
         if KEPT not in arrays.token_rows and not arrays.grammars:
             return None
         if self._sets is None or self._sets.arrays is not arrays:
             self._sets = KeptSets(arrays, self.model.config.vocabulary_size, lambda: self._grammars)
-        return self._sets.of(batch.targets_m, self.device)
+        return self._sets.of(targets_m, self.device)
 
     @cached_property
     def _grammars(self) -> Grammars:
@@ -257,13 +326,15 @@ class Learner:
 
         A loss or gradient norm that isn't finite on any rank skips the step on all ranks.
         """
-        gradients = self.gradients()
-        self.ranks.sum_all_(gradients)
+        gradients = self.sum_gradients()
         if divisor != 1.0:
             for gradient in gradients:
                 gradient /= divisor
         total_loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         norm_tensor = torch.nn.utils.get_total_norm(gradients)
+        if self._trains_rows:
+            squares = self.ranks.sum_(norm_tensor.to(self.device, torch.float64).square(), "shards")
+            norm_tensor = squares.sqrt().to(norm_tensor)
         grad_norm = float(norm_tensor)
         is_finite = math.isfinite(total_loss) and math.isfinite(grad_norm)
         if is_finite:
@@ -279,6 +350,15 @@ class Learner:
         """Discard all gradients. The next backward then stores its gradients instead of adding them to zeros, which
         saves two passes over memory."""
         self.masters.clear_gradients()
+        for sharded in self._sharded:
+            sharded.reset()
+
+    def sum_gradients(self) -> list[Tensor]:
+        """Sum the gradients over the ranks, in place, and return them; of parameters that ranks divide this rank's
+        rows. A call of all ranks."""
+        gradients = self.gradients()
+        self.ranks.sum_all_(gradients, "copies" if self._trains_rows else "all")  # FSDP2 has summed over the shards
+        return gradients
 
     def gradients(self) -> list[Tensor]:
         """The gradients of all parameters, with zeros for parameters that no micro-batch of this rank used."""
@@ -288,51 +368,78 @@ class Learner:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def load_weights(self, path: str | Path) -> None:
-        """Overwrite the weights with those of a folder that `save_weights` wrote, any model folder, or any adapter of
-        the same base; the optimiser keeps its state. Raises ConfigurationError before any change."""
-        with self.masters.exposed():
-            if self.lora is None:
-                copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
-            else:
+        """Overwrite the weights with those of a folder that `stored_rows` has written, any model folder, or any adapter
+        of the same base; the optimiser keeps its state. Raises ConfigurationError before any change, but for values
+        that aren't finite."""
+        with self.masters.exposed(), torch.no_grad():
+            if self.lora is not None:
                 load_into(self.lora, self.model, path, self._folder)
+            elif self._writes_rows:
+                read_weights(self.model, path)
+            else:
+                copy_weights(self.model, weights_of(open_model(self._chosen, torch.float32, self.device, path)))
 
-    def save_weights(self, path: str | Path) -> None:
-        """Write a model folder with its tokenizer, or the adapter alone, in float32. Not atomic."""
+    @property
+    def writers(self) -> int:
+        """The number of ranks, 0 and the following, that together have all rows of what is trained."""
+        return self.ranks.size // self.ranks.count("copies") if self._trains_rows else 1
+
+    @property
+    def _writes_rows(self) -> bool:
+        """Whether model folders are read and written by rows: those of transformers' architectures only if ranks divide
+        the model, since not every architecture's tensors are made of rows of its parameters."""
+        return self.lora is None and (self._trains_rows or isinstance(self.model, Decoder))
+
+    def stored_rows(self) -> tuple[dict[str, FileTensor], list[Shard]]:
+        """The tensors of a model folder, by name, and this rank's rows of the parameters they are made of, in float32
+        and in these parameters' memory. Nothing if `write_folder` writes the tensors."""
+        if not self._writes_rows:
+            return {}, []
         with self.masters.exposed():
-            save_policy(self.model, self.lora, path, self._folder)
+            return folder_rows(self.model)
 
-    def optimiser_tensors(self) -> dict[str, Tensor]:
-        """AdamW's state by parameter name; empty before the first step."""
-        tensors: dict[str, Tensor] = {}
+    def write_folder(self, path: str | Path) -> None:
+        """Write a model folder without the tensors of `stored_rows`: configuration and tokenizer; or all of the
+        adapter, in float32. Not atomic."""
+        with self.masters.exposed():
+            save_policy(self.model, self.lora, path, self._folder, by_rows=self._writes_rows)
+
+    def optimiser_shards(self, state: OptimiserState | None = None) -> list[Shard]:
+        """This rank's rows of AdamW's ``state`` (default: the present one), named ``KIND/PARAMETER``, in its memory;
+        none before the first step. Its scalars are complete on every rank."""
+        state, shards = self.optimiser.state if state is None else state, list[Shard]()
+        shard_by_name = {shard.name: shard for shard in shards_of(self.weights())}
         for name, parameter in self.masters.trained().items():
-            for state_name, state_tensor in self.optimiser.state.get(parameter, {}).items():
-                tensors[f"{state_name}/{name}"] = state_tensor.detach().cpu().contiguous()
-        return tensors
+            for kind, tensor in state.get(parameter, {}).items():
+                shape, first = (shard_by_name[name].shape, shard_by_name[name].first) if tensor.ndim else ((), 0)
+                shards.append(Shard(name=f"{kind}/{name}", shape=shape, first=first, tensor=tensor))
+        return shards
+
+    def read_optimiser(self, files: StateFiles) -> OptimiserState:
+        """Read this rank's rows of the AdamW state of a checkpoint. Raises CheckpointCorrupt for another model's."""
+        state = {parameter: self.optimiser.zero_state(parameter) for parameter in self.parameters if files.shapes}
+        files.fill(self.optimiser_shards(state))
+        return state
 
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between two calls: weights and their masters, the reference model's
-        weights, gradients, and AdamW's moments."""
+        weights, gradients, and AdamW's moments; of those that ranks divide this rank's rows."""
         models = [self.model] if self.reference is None else [self.model, self.reference]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         tensors += [] if self.lora is None else list(self.lora.parameters.values())
         tensors += self.masters.tensors.values()
         tensors += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         tensors += [state_tensor for state in self.optimiser.state.values() for state_tensor in state.values()]
-        return list({id(tensor): tensor for tensor in tensors}.values())  # PEFT's matrices are parameters of both
-
-    def load_optimiser_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Load the tensors of `optimiser_tensors`. Raises KeyError for a parameter that this model doesn't have."""
-        parameter_by_name = self.masters.trained()
-        self.optimiser.state.clear()
-        for full_name, tensor in tensors.items():
-            state_name, _, name = full_name.partition("/")
-            parameter = parameter_by_name[name]
-            # AdamW's fused kernel needs its step counter on the parameter's device.
-            state = self.optimiser.state.setdefault(parameter, {})
-            state[state_name] = tensor.to(self.device, torch.float32, copy=True)
+        tensors = [own_rows_of(tensor) if is_divided(tensor) else tensor for tensor in tensors]
+        by_id = {id(tensor): tensor for tensor in tensors}  # PEFT's matrices are parameters of both
+        return [tensor for tensor in by_id.values() if tensor.device.type == self.device.type]
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def _shard_of(weight: Tensor) -> Shard:
+    return shards_of({"": weight})[0]
 
 
 def token_logprobs(

@@ -8,12 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from headway.trainer.sharding import is_divided, own_rows_of
+
 
 class MasterWeights:
     """The float32 values of the parameters of a model or an adapter, which optimiser and checkpoints use.
 
     In float32 they are the parameters themselves. Otherwise each parameter is its master, rounded; a backward adds its
-    gradient to the master's in float32 and frees it. A trained weight so takes 4 + 2 bytes, and its gradient 4.
+    gradient to the master's in float32 and frees it. A trained weight so takes 4 + 2 bytes, and its gradient 4. Of
+    parameters that ranks divide they are this rank's rows, whichever dtype FSDP2 gathers them in.
 
     Invariant: outside of `exposed`, after `round`, a parameter is its master in the parameter's dtype.
     Example: gradients 1, 2^-9 and 2^-9 of three micro-batches add up to 1 + 2^-8, and would be 1 in bfloat16.
@@ -26,12 +29,14 @@ class MasterWeights:
         already; these tensors become the masters."""
         self._parameters = dict(parameters)
         self.tensors: dict[str, Tensor] = dict(self._parameters)
-        self._rounds = dtype != torch.float32
-        if not self._rounds:
+        divided = any(map(is_divided, self._parameters.values()))
+        self._rounds = dtype != torch.float32 and not divided
+        if not self._rounds and not divided:
             return
         for name, parameter in self._parameters.items():
-            self.tensors[name] = master = (parameter if exact is None else exact[name]).detach()
-            parameter.data = master.to(dtype) if exact is None else parameter.data
+            self.tensors[name] = master = own_rows_of(parameter if exact is None else exact[name])
+            if self._rounds and exact is None:
+                parameter.data = master.to(dtype)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_MasterGradient(master))
         self.round()
@@ -86,6 +91,6 @@ class _MasterGradient:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if self._master.grad is None:
-            self._master.grad = gradient.float()
+            self._master.grad = own_rows_of(gradient).float()
         else:
-            self._master.grad.add_(gradient)
+            self._master.grad.add_(own_rows_of(gradient))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar, cast
 
 import torch
 
+from headway.algorithms.step_plan import MicroBatchSize
 from headway.config.schema import TrainerConfig
 from headway.records.errors import HookFailed, OutOfDeviceMemory
 from headway.trainer.learner import Learner
@@ -21,17 +23,15 @@ class MicroBatchLimit:
     ``may_halve``: False keeps the shapes of micro-batches, as ``run.deterministic`` promises."""
 
     def __init__(self, settings: TrainerConfig, learner: Learner, *, may_halve: bool) -> None:
-        self.tokens = settings.micro_batch_tokens
-        self.samples = settings.micro_batch_samples
+        self.size = MicroBatchSize.of(settings)
         self.halved = ""  # which micro-batches were halved, and why
-        self._is_fixed = settings.packing == "fixed"
         self._may_halve = may_halve
         self._learner = learner
 
     def attempt(self, passes: Callable[[], T], undo: Callable[[], None]) -> T:
         """Return what the ``passes`` over micro-batches return. If they exceed the memory of any rank's device, halve
-        the limit on all ranks, ``undo`` what the passes did, and repeat them; the second time raise OutOfDeviceMemory.
-        """
+        the limit on all ranks, ``undo`` what the passes did, and repeat them; the second time raise OutOfDeviceMemory,
+        and at once if ranks divide the weights: the others then wait inside a layer for the rank that is short."""
         while True:
             outcome, shortage = None, ""
             try:
@@ -39,6 +39,8 @@ class MicroBatchLimit:
             except (torch.OutOfMemoryError, HookFailed) as error:  # keep no error: its frames hold the activations
                 if not (shortage := _shortage_of(error)):
                     raise
+                if self._learner.ranks.mesh is not None:
+                    self._halve(shortage)
             if not self._is_short_anywhere(shortage):
                 return cast("T", outcome)
             self._halve(shortage or "another rank is out of memory")
@@ -51,15 +53,15 @@ class MicroBatchLimit:
         return bool(self._learner.ranks.sum_(torch.tensor(is_short, device=device)).item())
 
     def _halve(self, shortage: str) -> None:
-        key = "trainer.micro_batch_samples" if self._is_fixed else "trainer.micro_batch_tokens"
-        size = self.samples or 1 if self._is_fixed else self.tokens
-        half = size // 2
-        cause_text = f"micro-batches of {key} = {size} don't fit in a device's memory ({shortage})"
-        if self.halved or not self._may_halve or not half:
+        key = "micro_batch_samples" if self.size.packing == "fixed" else "micro_batch_tokens"
+        limit = getattr(self.size, key.removeprefix("micro_batch_")) or 1
+        half = limit // 2
+        cause_text = f"micro-batches of trainer.{key} = {limit} don't fit in a device's memory ({shortage})"
+        if self.halved or not self._may_halve or not half or self._learner.ranks.mesh is not None:
             valid_text = f"at most {half}" if half else "none smaller"
             raise OutOfDeviceMemory(f"{cause_text}; valid: {valid_text}, or trainer.gradient_checkpointing = 'full'")
         self.halved = f"{cause_text}: they have at most {half} from now on"
-        self.samples, self.tokens = (half, self.tokens) if self._is_fixed else (self.samples, half)
+        self.size = replace(self.size, **{key.removeprefix("micro_batch_"): half})
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A policy-gradient step over the samples of a batch: micro-batches, loss, gradients, updates, metrics.
 
-Legend: ``_n`` one value per token of the batch, ``_m`` one value per token that carries loss.
+Legend: ``_n`` one value per token of this rank's samples, ``_m`` one value per token that carries loss.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import torch
 from headway.algorithms.aggregation import Weighting, weighting
 from headway.algorithms.groups.rewards import reward_to_go
 from headway.algorithms.importance import second_moment_mask, sequence_mask, token_mask
-from headway.algorithms.packing import pack_in_order
-from headway.algorithms.prefix_tree import PrefixTree
 from headway.algorithms.samples import (
+    EMPTY_MICRO_BATCH,
+    FlatBatch,
     IntArray,
     MicroBatchArrays,
     SampleArrays,
-    input_lengths,
-    prefix_tree,
     sequence_of_token,
     slice_micro_batch,
     split_by_group,
 )
-from headway.algorithms.shared_packing import pack_trees
+from headway.algorithms.step_plan import tree_of
 from headway.config.consistency import KL_HORIZON
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.packed_model import PackedModel
@@ -46,7 +44,6 @@ from headway.trainer.step_statistics import (
     expert_metrics,
     kept_metrics,
     prepared_metrics,
-    sum_progress,
     token_metrics,
 )
 
@@ -62,7 +59,7 @@ class AccumulatedPart:
     loss: str  # name of the loss function
     divisor: float | None  # applied to its gradients; None: they are sums
     total: float  # the divisor it would have as a batch
-    progress: Progress
+    progress: Progress  # as `Progress.gather` returns it
 
 
 class PolicyGradient:
@@ -97,7 +94,8 @@ class PolicyGradient:
         return any(limit is not None for limit in limits)
 
     def run(self, arrays: SampleArrays, settings: OptimiserSettings, step: int = 0) -> Progress:
-        """Train on the batch of ``step`` with one update per minibatch; minibatches are in admission order."""
+        """Train on this rank's samples of the batch of ``step`` with one update per minibatch, in admission order;
+        returns their values."""
         self.clear()
         progress = Progress.over(arrays)
         progress.prepared = prepared = self.prepare(arrays, step, progress)
@@ -111,7 +109,6 @@ class PolicyGradient:
             progress.updates.append(self.learner.update(settings, loss))
             progress.loss += loss
         self.learner.clear_kept_sets()
-        self._sum_over_ranks(progress)
         return progress
 
     def _exceeds_early_stop(self, progress: Progress, prepared: Prepared) -> bool:
@@ -130,37 +127,38 @@ class PolicyGradient:
         return total_deviation > limit * tokens
 
     def forward_backward(
-        self, arrays: SampleArrays, step: int, loss: str | None = None, divisor: float | None = None
-    ) -> AccumulatedPart:
-        """Accumulate the gradients of a part of ``step``, for `optim_step`. ``loss``: name of the loss function
-        (default: the run's). ``divisor``: of its weighted token losses; by default `optim_step` divides by that of all
-        parts together. Raises StepRefused for a part that is incompatible with earlier ones, and if the algorithm needs
-        the complete batch. Any other error discards the earlier parts too, since the gradients may be incomplete."""
+        self, batch: FlatBatch, arrays: SampleArrays, loss: str | None = None, divisor: float | None = None
+    ) -> tuple[AccumulatedPart, Progress]:
+        """Accumulate the gradients of a part of a step, for `optim_step`; returns it with the values of this rank's
+        samples, ``arrays``. ``loss``: name of the loss function (default: the run's). ``divisor``: of its weighted
+        token losses; by default `optim_step` divides by that of all parts together. Raises StepRefused for a part that
+        is incompatible with earlier ones, and if the algorithm needs the complete batch. Any other error discards the
+        earlier parts too, since the gradients may be incomplete."""
         started = time.perf_counter()
         loss_name = loss or self.algorithm.loss
-        self._require_part(step, loss_name, divisor)
+        self._require_part(batch.step, loss_name, divisor)
         if not self.parts:
             self.learner.clear_gradients()  # of a failed step
         loss_function = self.loss if loss_name == self.algorithm.loss else resolve(loss_name)
         weights = self._weighting(arrays, np.arange(arrays.samples))
         try:
-            progress = self._accumulate_batch(arrays, step, weights, divisor or 1.0, loss_function)
-            self._sum_over_ranks(progress)
+            progress = self._accumulate_batch(arrays, batch.step, weights, divisor or 1.0, loss_function)
+            gathered = progress.gather(self.learner.ranks)
         except BaseException:
             self.clear()
             raise
         part = AccumulatedPart(
-            step=step,
-            samples=arrays.samples if arrays.rollouts_s is None else int(arrays.rollouts_s[-1]) + 1,
-            loss_tokens=arrays.loss_tokens,
+            step=batch.step,
+            samples=batch.samples,
+            loss_tokens=batch.loss_tokens,
             compute_s=time.perf_counter() - started,
             loss=loss_name,
             divisor=divisor,
             total=weights.total,
-            progress=progress,
+            progress=gathered,
         )
         self.parts.append(part)
-        return part
+        return part, progress
 
     def accumulate_gradients(self, arrays: SampleArrays, step: int = 0) -> Progress:
         """Accumulate the gradients of the complete batch as one minibatch, without an update."""
@@ -178,7 +176,7 @@ class PolicyGradient:
         if parts[0].divisor is None:
             divisor = max(1.0, sum(part.total for part in parts))
             progress.loss /= divisor
-        update = self.learner.update(settings, progress.loss / self.learner.ranks.size, divisor)
+        update = self.learner.update(settings, progress.loss, divisor)
         bad_indices = [str(i) for i, part in enumerate(parts) if not math.isfinite(part.progress.loss)]
         if bad_indices:
             update = replace(update, reason=f"part {', '.join(bad_indices)} of {len(parts)}: {update.reason}")
@@ -186,10 +184,13 @@ class PolicyGradient:
         return progress
 
     def adapt_kl(self, kl: float | None, samples: int) -> None:
-        """Adapt the KL coefficient to ``kl_target`` after an applied step of ``samples`` with the measured ``kl``, in
-        nats per token; None or a non-finite number: it wasn't measured. No-op without a target."""
+        """Adapt the KL coefficient to ``kl_target`` after an applied step of ``samples`` with the ``kl`` that rank 0
+        has measured, in nats per token; None or not finite: it wasn't measured. No-op without a target."""
         target, horizon = self.algorithm.kl_target, KL_HORIZON
-        if target is not None and kl is not None and math.isfinite(kl):
+        if target is None:
+            return
+        kl = self.learner.ranks.all_gather(kl)[0]
+        if kl is not None and math.isfinite(kl):
             self.kl_coefficient = adapted_coefficient(
                 self.kl_coefficient, kl, target=target, samples=samples, horizon=horizon
             )
@@ -232,7 +233,9 @@ class PolicyGradient:
             )
 
     def _weighting(self, arrays: SampleArrays, minibatch: IntArray) -> Weighting:
-        return weighting(self.algorithm.aggregation, arrays, minibatch, max_response_tokens=self.max_response_tokens)
+        limit = self.max_response_tokens
+        weights = weighting(self.algorithm.aggregation, arrays, minibatch, max_response_tokens=limit)
+        return replace(weights, total=sum(self.learner.ranks.all_gather_data(weights.total)))
 
     def prepare(self, arrays: SampleArrays, step: int, progress: Progress) -> Prepared:
         """Compute the constants of the batch: forward passes without gradient if they are needed, then the KL inside
@@ -276,8 +279,12 @@ class PolicyGradient:
             keep_n[idx_m] = sequence_mask(log_weight_n[idx_m], samples_m, config.sequence_mask, config.sequence_mask_by)
         if config.second_moment_limit is not None:
             idx_m = np.flatnonzero(arrays.loss_mask_n & keep_n)
-            advantages_m = advantages_n[idx_m].astype(np.float64)
-            keep_n[idx_m] = second_moment_mask(log_weight_n[idx_m], advantages_m, config.second_moment_limit)
+            ranks, rank_terms = self.learner.ranks, (log_weight_n[idx_m], advantages_n[idx_m].astype(np.float64))
+            terms_by_rank = ranks.all_gather_data(rank_terms)  # the mask bounds a mean over the whole batch
+            log_weight_m, advantages_m = (np.concatenate(columns) for columns in zip(*terms_by_rank, strict=True))
+            kept_m = second_moment_mask(log_weight_m, advantages_m, config.second_moment_limit)
+            first = sum(len(terms[0]) for terms in terms_by_rank[: ranks.data_rank])
+            keep_n[idx_m] = kept_m[first : first + len(idx_m)]
 
     def _accumulate(
         self,
@@ -303,6 +310,9 @@ class PolicyGradient:
             for batch in self._micro_batches(arrays, minibatch):
                 scores = self.learner.logprobs(batch, arrays, self.temperature)
                 logprobs_m, idx_m = scores.logprobs_m, batch.targets_m
+                if batch is EMPTY_MICRO_BATCH:
+                    self.learner.backward(0.0 * logprobs_m.sum())
+                    continue
                 terms = self._terms(arrays, prepared, idx_m, samples_n[idx_m], logprobs_m)
                 losses = token_loss(function, terms, self.settings)
                 loss_m = losses.loss_m
@@ -349,41 +359,31 @@ class PolicyGradient:
             for batch in self._micro_batches(arrays, np.arange(arrays.samples)):
                 parts.append(self.learner.logprobs(batch, arrays, self.temperature, model).logprobs_m)
                 targets.append(batch.targets_m)
-                progress.flops += self.learner.flops(batch, model)
+                progress.flops += 0.0 if batch is EMPTY_MICRO_BATCH else self.learner.flops(batch, model)
             if parts:
                 logprobs_n[np.concatenate(targets)] = torch.cat(parts).cpu().numpy()
 
         totals = progress.totals()
         self.limit.attempt(compute, lambda: vars(progress).update(totals))
-        # Minibatches are packed differently, so that another rank may need a sample later: every rank gets all values.
-        return self.learner.ranks.sum_(torch.from_numpy(logprobs_n).to(self.learner.device)).cpu().numpy()
+        return logprobs_n
 
     def _micro_batches(self, arrays: SampleArrays, minibatch: IntArray) -> Iterator[MicroBatchArrays]:
-        """Yield this rank's micro-batches of the minibatch; samples without a loss token are left out."""
-        lengths = input_lengths(arrays)[minibatch]
-        minibatch, lengths = minibatch[lengths > 0], lengths[lengths > 0]
-        ranks, settings = self.learner.ranks, self.trainer
-        sharing = settings.shared_prefix and self.learner.shares_prefixes
+        """Yield this rank's micro-batches of the minibatch, as many as every other rank has; samples without a loss
+        token are left out."""
+        sharing = self.trainer.shared_prefix and self.learner.shares_prefixes
         replays_experts = self.learner.routing is not None
-        tree = prefix_tree(arrays, minibatch, with_rows=replays_experts) if sharing else PrefixTree.separate(lengths)
-        if settings.packing == "fixed":
-            assert self.limit.samples is not None, "the configuration is refused without it"
-            plan = pack_in_order(len(minibatch), self.limit.samples, ranks.size)
-        else:
-            plan = pack_trees(tree, self.limit.tokens, ranks.size, settings.packing)
-        for positions in plan[ranks.rank]:
+        sequences, tree = tree_of(arrays, minibatch, shares_prefixes=sharing, with_rows=replays_experts)
+        for positions in self.limit.size.pack_equally(tree, lambda count: max(self.learner.ranks.all_gather(count))):
             if positions:
-                yield slice_micro_batch(arrays, minibatch[positions], tree.take(positions))
+                yield slice_micro_batch(arrays, sequences[positions], tree.take(positions))
+            else:
+                yield EMPTY_MICRO_BATCH
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.learner.device)
 
-    def _sum_over_ranks(self, progress: Progress) -> None:
-        if self.learner.ranks.size > 1:
-            sum_progress(progress, self.learner.ranks.sum_, self.learner.device)
-
     def metrics(self, progress: Progress) -> dict[str, float]:
-        """Metrics of the complete batch, or part, equal on every rank."""
+        """Metrics of the complete batch, or part, on rank 0, from the ranks' gathered values."""
         idx_m = np.flatnonzero(progress.seen_n)
         grad_norms = [update.grad_norm for update in progress.updates]
         return {

@@ -6,8 +6,8 @@ Legend: ``_n`` one value per token of the batch, ``_m`` one value per token that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,20 +17,27 @@ from headway.algorithms.samples import IntArray, SampleArrays
 from headway.records.tokens import ExpertRouting
 from headway.trainer.learner import TokenScores, Update
 from headway.trainer.losses import MAX_LOG_RATIO
+from headway.trainer.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Per-token constants of a batch, computed before its first gradient."""
+    """Per-token constants of this rank's samples, computed before their first gradient."""
 
     advantages_n: np.ndarray  # with a KL penalty inside the reward: minus its sum to go
     keep_n: np.ndarray  # bool: not masked for staleness or importance
     start_n: np.ndarray | None = None  # log-probabilities under the weights at the start of the step, if needed
     reference_n: np.ndarray | None = None  # log-probabilities under the reference model, with a KL penalty
 
+    def take(self, idx_m: IntArray) -> Prepared:
+        """Return the constants of the tokens ``idx_m`` alone."""
+        arrays_by_field = {key.name: getattr(self, key.name) for key in fields(self)}
+        taken: dict[str, Any] = {name: None if x_n is None else x_n[idx_m] for name, x_n in arrays_by_field.items()}
+        return Prepared(**taken)
+
     @classmethod
     def joined(cls, parts: Sequence[Prepared]) -> Prepared:
-        """Concatenate the parts of a step."""
+        """Concatenate the parts of a step, or the ranks' constants."""
         parts_by_field: dict[str, Any] = {key.name: [getattr(part, key.name) for part in parts] for key in fields(cls)}
         joined_by_field: dict[str, Any] = {
             name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in parts_by_field.items()
@@ -40,7 +47,7 @@ class Prepared:
 
 @dataclass(kw_only=True)
 class Progress:
-    """Per-token values and totals of the passes over one batch on this rank; `metrics` sums them over the ranks."""
+    """Per-token values and totals of the passes over this rank's samples; `gather` has those of all ranks."""
 
     behaviour_n: np.ndarray  # at sampling
     logprobs_n: np.ndarray  # under the weights each token was trained with
@@ -91,10 +98,26 @@ class Progress:
         """Return what `joined` sums, by name."""
         return {name: getattr(self, name) for name in _COUNTED}
 
+    def gather(self, ranks: Ranks) -> Progress:
+        """Move the values of all computed tokens, as float32, and the totals to rank 0, whose result has them rank
+        after rank, once where several ranks compute the same samples; on all others totals are 0."""
+        if ranks.size == 1:
+            return self
+        idx_m = np.flatnonzero(self.seen_n)
+        arrays = {name: getattr(self, name)[idx_m].astype(np.float32) for name in ("behaviour_n", *_COMPUTED)}
+        prepared = None if self.prepared is None else self.prepared.take(idx_m)
+        if parts := ranks.gather(replace(self, **arrays, prepared=prepared) if ranks.is_first else None):
+            gathered = Progress.joined([part for part in parts if part is not None])
+            return replace(gathered, updates=self.updates, skipped_minibatches=self.skipped_minibatches)
+        return replace(self, **dict.fromkeys(_COUNTED, 0))
+
     @classmethod
     def joined(cls, parts: Sequence[Progress]) -> Progress:
-        """Concatenate the values and sum the totals of a step's parts."""
-        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("behaviour_n", *_COMPUTED)}
+        """Concatenate the values and sum the totals of a step's parts, or of its ranks."""
+        arrays = {
+            name: np.concatenate([getattr(part, name) for part in parts], dtype=np.float64)
+            for name in ("behaviour_n", *_COMPUTED)
+        }
         totals: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
         return cls(**arrays, **totals, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
 
@@ -209,15 +232,3 @@ def token_metrics(
         "mismatch_max": float(np.abs(log_weight).max()),
         "kl": float(-log_ratio.mean()),
     }
-
-
-def sum_progress(progress: Progress, sum_: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
-    """Sum ``progress`` over the ranks. Every token was computed on one rank and is 0 on all others, so that the sums
-    assemble the complete batch."""
-    arrays = [getattr(progress, name) for name in _COMPUTED]
-    summed_rows = sum_(torch.from_numpy(np.stack(arrays)).to(device)).cpu().numpy()
-    for name, summed_row in zip(_COMPUTED, summed_rows, strict=True):
-        setattr(progress, name, summed_row)
-    counted_totals = torch.tensor([getattr(progress, name) for name in _COUNTED], dtype=torch.float64, device=device)
-    for name, total in zip(_COUNTED, sum_(counted_totals).tolist(), strict=True):
-        setattr(progress, name, type(getattr(progress, name))(total))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headway.algorithms.packing import pack
-from headway.algorithms.samples import SampleArrays, slice_micro_batch
+from headway.algorithms.samples import EMPTY_MICRO_BATCH, MicroBatchArrays, SampleArrays, slice_micro_batch
 from headway.config.load import validate_experiment
 from headway.records.errors import ConfigurationError, NoProgress
 from headway.records.training import MAX_CONSECUTIVE_SKIPS
@@ -24,20 +24,32 @@ from headway.trainer.checkpoints import CheckpointState
 from headway.trainer.learner import Update
 from headway.trainer.micro_batch_limit import MicroBatchLimit, reporting_shortage
 from headway.trainer.optimizer import learning_rate
-from headway.trainer.service import ModelService
+from headway.trainer.saving import SavedFolder
+from headway.trainer.service import ModelService, open_ranks, use_device
 
 
 class SupervisedService(ModelService):
-    """The worker class of SFT, with the RL trainer's model and optimiser and next-token cross-entropy as loss.
+    """The worker class of a rank of SFT, with the RL trainer's model and optimiser and next-token cross-entropy as
+    loss. Every rank has all sequences, draws the same batches, and computes its share of them.
 
     Lifecycle: `prepare` once, then `steps` any number of times, with `publish` and `save` in between and at the end.
     """
 
-    def __init__(self, context: Any, *, experiment: dict[str, Any], run_id: str) -> None:
+    def __init__(
+        self,
+        context: Any,
+        *,
+        experiment: dict[str, Any],
+        run_id: str,
+        rank: int = 0,
+        world_size: int = 1,
+        rendezvous: str = "",
+    ) -> None:
         validated = validate_experiment(experiment, "experiment")
         self.settings = validated.sft
-        super().__init__(context, validated, run_id, validated.trainer)
-        self._log = context.log
+        trainer = validated.trainer.model_copy(update={"devices": self.settings.devices})
+        ranks = open_ranks(trainer, rank, world_size, rendezvous, use_device(context.device))
+        super().__init__(context, validated, run_id, trainer, ranks)
         self._limit = MicroBatchLimit(validated.trainer, self.learner, may_halve=True)
         self.skipped = 0  # steps whose loss or gradient wasn't finite
         self._skipped_in_a_row = 0
@@ -67,12 +79,12 @@ class SupervisedService(ModelService):
 
     def held_out_loss(self) -> float:
         """The mean cross-entropy over the loss tokens of the held-out sequences, in nats."""
+        self._require_equal("held_out_loss")
         arrays, loss_sum = self._arrays(self._held_out), 0.0
         with torch.no_grad():
-            for sequences in pack((arrays.lengths_s - 1).tolist(), self._limit.tokens)[0]:
-                scores = self.learner.logprobs(slice_micro_batch(arrays, sequences), arrays, 1.0)
-                loss_sum -= float(scores.logprobs_m.sum())
-        return loss_sum / arrays.loss_tokens
+            for batch in self._micro_batches(arrays):
+                loss_sum -= float(self.learner.logprobs(batch, arrays, 1.0).logprobs_m.sum())
+        return self._sum(loss_sum)[0] / arrays.loss_tokens
 
     @reporting_shortage()
     def steps(self, count: int) -> dict[str, float]:
@@ -84,6 +96,7 @@ class SupervisedService(ModelService):
         """
         if not len(self._lengths_s):
             raise ConfigurationError("prepare() must come before steps()")
+        self._require_equal("steps", count=count)
         started = time.perf_counter()
         losses: list[float] = []
         tokens = loss_tokens = 0
@@ -91,9 +104,10 @@ class SupervisedService(ModelService):
         for _ in range(count):
             rate = learning_rate(self.version, self.settings, self.settings.total_steps(self._trained))
             arrays = self._arrays([next(self._order) for _ in range(self.settings.batch_sequences)])
-            loss, step_flops = self._accumulate(arrays)
-            update = self.learner.update(self.learner.optimiser_settings(rate), loss)
+            rank_loss, rank_flops = self._accumulate(arrays)
+            update = self.learner.update(self.learner.optimiser_settings(rate), rank_loss)
             self._count(update)
+            loss, step_flops = self._sum(rank_loss, rank_flops)
             grad_norm = update.grad_norm
             losses.append(loss)
             tokens += arrays.tokens - arrays.samples
@@ -131,7 +145,8 @@ class SupervisedService(ModelService):
     def save(self, path: str, metrics: dict[str, float] | None = None) -> None:
         """Write the model folder (weights, configuration, tokenizer, state.json) atomically. ``metrics``: of the model,
         for state.json. Raises StorageFailed."""
-        self._save_model(path, CheckpointState(version=self.version, metrics=metrics or {}))
+        state = CheckpointState(version=self.version, metrics=metrics or {})
+        self._saver.save(SavedFolder(path=path, state=state))
 
     def _arrays(self, chosen: list[int]) -> SampleArrays:
         lengths_s = self._lengths_s[chosen]
@@ -148,7 +163,8 @@ class SupervisedService(ModelService):
         )
 
     def _accumulate(self, arrays: SampleArrays) -> tuple[float, float]:
-        """Accumulate gradients of the batch's mean cross-entropy over loss tokens; returns (mean, FLOP spent)."""
+        """Accumulate gradients of the batch's mean cross-entropy over loss tokens; returns this rank's part of it, and
+        the FLOP spent."""
 
         def undo() -> None:
             self.learner.clear_gradients()
@@ -158,16 +174,33 @@ class SupervisedService(ModelService):
 
     def _accumulate_once(self, arrays: SampleArrays) -> tuple[float, float]:
         mean_loss = flops = 0.0
-        lengths = (arrays.lengths_s - 1).tolist()
-        for micro_batch_index, sequences in enumerate(pack(lengths, self._limit.tokens)[0]):
-            batch = slice_micro_batch(arrays, sequences)
+        micro_batches = self._micro_batches(arrays)
+        ranks = self.ranks
+        slice_index = ranks.rank % ranks.context  # of each micro-batch's tokens, which have other dropout
+        first_index = (ranks.data_rank + ranks.data_size * slice_index) * len(micro_batches)
+        for micro_batch_index, batch in enumerate(micro_batches, first_index):
             self._set_dropout_key(f"{self.experiment.run.seed}/{self.version + self.skipped}/{micro_batch_index}")
             loss: Tensor = -self.learner.logprobs(batch, arrays, 1.0).logprobs_m.sum() / arrays.loss_tokens
             self.learner.backward(loss)
             mean_loss += float(loss.detach())
-            flops += self.learner.training_flops(batch)
+            flops += 0.0 if batch is EMPTY_MICRO_BATCH else self.learner.training_flops(batch)
         self._set_dropout_key(None)
         return mean_loss, flops
+
+    def _micro_batches(self, arrays: SampleArrays) -> list[MicroBatchArrays]:
+        """This rank's micro-batches, as many as every other rank has."""
+        ranks, lengths = self.ranks, (arrays.lengths_s - 1).tolist()
+        plan = pack(lengths, self._limit.size.tokens, ranks.data_size)[ranks.data_rank]
+        return [slice_micro_batch(arrays, sequences) if sequences else EMPTY_MICRO_BATCH for sequences in plan]
+
+    def _require_equal(self, call: str, **facts: int) -> None:
+        tokens = {"tokens": len(self._token_ids_n), "loss tokens": int(self._learned_n.sum())}
+        self.ranks.require_equal(call, {"version": self.version, **tokens, **facts})
+
+    def _sum(self, *totals: float) -> list[float]:
+        """Sum each of ``totals`` over the ranks, once where several compute the same sequences."""
+        totals_tensor = torch.tensor(totals, dtype=torch.float64, device=self.learner.device)
+        return self.ranks.sum_(totals_tensor * self.ranks.is_first).tolist()
 
     def _set_dropout_key(self, key: str | None) -> None:
         """Set the key of the adapter's dropout, if it has dropout; None: disable dropout."""

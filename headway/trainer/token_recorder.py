@@ -1,6 +1,6 @@
 """The trainer's part of the record of rollouts, ``RUN/rollouts/trained``: its values of each response token.
 
-Legend: ``_n`` one value per token of the batch, ``_r`` per response token, ``_s`` per sequence.
+Legend: ``_n`` one value per token of this rank's samples, ``_r`` per response token, ``_s`` per sequence.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from headway.config.schema import LedgerConfig
 from headway.records.errors import StorageFailed
 from headway.telemetry.rollouts.columns import TRAINED, is_recorded, list_array, recorded_share, trained_batch
 from headway.telemetry.rollouts.segments import FOLDER, SegmentWriter
+from headway.trainer.ranks import Ranks
 from headway.trainer.step_statistics import Progress
 
 
 class TokenRecorder:
-    """Writes the values of every trained sequence, in one batch per step or part. It never raises; ``take_error``
-    returns the reason why it stopped."""
+    """Writes the values of every trained sequence, in one batch per rank of each step or part, on rank 0, which can
+    write to the run's folder, since it writes checkpoints. No failure to record raises; ``take_error`` returns the
+    reason why recording ended."""
 
-    def __init__(self, run_dir: str | Path, settings: LedgerConfig) -> None:
-        """Nothing is recorded if this machine doesn't have the run's folder."""
+    def __init__(self, run_dir: str | Path, settings: LedgerConfig, ranks: Ranks) -> None:
+        """Nothing is recorded if rank 0's machine doesn't have the run's folder."""
+        self._ranks = ranks
         self._share = recorded_share(settings)
         self._folder = Path(run_dir) / FOLDER / "trained"
         self._max_bytes = settings.rollouts_max_bytes
@@ -32,14 +35,24 @@ class TokenRecorder:
         self._recording = self._share > 0 and Path(run_dir).is_dir()
 
     def record(self, batch: FlatBatch, arrays: SampleArrays, progress: Progress) -> None:
-        """Record a batch, or part, with its computed values from all ranks."""
-        if not self._recording:
+        """Record a batch, or part: its values on this rank, with those of all others, which make the same call."""
+        if not self._share or (self._ranks.size == 1 and not self._recording):
+            return
+        try:
+            rows = _values(batch, arrays, progress, self._share) if self._ranks.is_first else None
+        except Exception as error:  # the boundary to the record: its failure must not affect the step
+            rows = error
+        rows_by_rank = self._ranks.gather(rows)
+        if not self._recording or not rows_by_rank:
             return
         try:
             if self._writer is None:  # not before the first step: some processes only publish or measure
                 self._writer = SegmentWriter(self._folder, TRAINED, first=batch.step, max_bytes=self._max_bytes)
-            self._writer.append(_values(batch, arrays, progress, self._share), batch.step)
-        except Exception as error:  # the boundary to the record: its failure must not affect the step
+            for rows in filter(None, rows_by_rank):
+                if isinstance(rows, Exception):
+                    raise rows
+                self._writer.append(rows, batch.step)
+        except Exception as error:  # the same boundary
             self._recording = False
             reason = str(error) if isinstance(error, StorageFailed) else f"{type(error).__name__}: {error}"
             self._error = f"what is trained is recorded no further: {reason}"
@@ -63,14 +76,13 @@ def _values(batch: FlatBatch, arrays: SampleArrays, progress: Progress, share: f
     before_n = np.concatenate([[0], np.cumsum(response_n)])
     tokens_s = (before_n[arrays.starts_s + arrays.lengths_s] - before_n[arrays.starts_s])[taken_s]
     seen_r = progress.seen_n[idx_r] > 0
-    index_s, owners_s = np.arange(arrays.samples), arrays.rollouts_s
-    firsts_s = index_s if owners_s is None else np.searchsorted(owners_s, owners_s)
+    branches_s = np.zeros(arrays.samples, np.int64) if arrays.branches_s is None else arrays.branches_s
     weights_s = np.ones(arrays.samples) if arrays.weights_s is None else arrays.weights_s
     return trained_batch(
         step=np.full(len(tokens_s), batch.step),
         group=arrays.groups_s[taken_s],
         member=batch.members_s[taken_s],
-        sequence=(index_s - firsts_s)[taken_s],
+        sequence=branches_s[taken_s],
         weight=weights_s[taken_s],
         logprobs=list_array(np.where(seen_r, progress.logprobs_n[idx_r], np.nan).astype(np.float32), tokens_s),
         clipped=list_array(progress.clipped_n[idx_r] > 0, tokens_s),

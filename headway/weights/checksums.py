@@ -62,7 +62,8 @@ def hash_blocks(
     source: np.ndarray | None = None,
     on_progress: Callable[[int, int], None] = lambda tensor, size: None,
 ) -> tuple[np.ndarray, PassSeconds]:
-    """Make the table of ``payload`` ([bytes] uint8) in threads; with ``source``, copy that into it in the same pass.
+    """Hash ``blocks`` of ``payload`` ([bytes] uint8) in threads: all of them make the table. With ``source``, copy that
+    into it in the same pass.
     ``on_progress(tensor, size)``: the first ``size`` bytes of a tensor are complete. It is called after every piece,
     while that is in the core's cache; with several threads, by one of them when the tensor is."""
     table, passes, counting_lock = np.zeros(len(blocks), np.uint64), list[PassSeconds](), threading.Lock()
@@ -71,7 +72,8 @@ def hash_blocks(
     start_by_tensor = {block.tensor: block.first for block in reversed(blocks)}
     end_by_tensor = {block.tensor: block.last for block in blocks}
 
-    def hash_block(block: Block) -> None:
+    def hash_block(index: int) -> None:
+        block = blocks[index]
         hasher, copy_s, hash_s = xxhash.xxh3_64(), 0.0, 0.0
         for first_byte in range(block.first, block.last, _PIECE_BYTES):
             end_byte, started_s = min(first_byte + _PIECE_BYTES, block.last), time.perf_counter()
@@ -88,15 +90,15 @@ def hash_blocks(
                 is_complete = not blocks_left[block.tensor]
             if is_complete:
                 on_progress(block.tensor, end_by_tensor[block.tensor] - start_by_tensor[block.tensor])
-        table[block.row] = hasher.intdigest()
+        table[index] = hasher.intdigest()
         passes.append(PassSeconds(copy_s, hash_s))
 
     if thread_count > 1:
         with ThreadPoolExecutor(thread_count) as pool:
-            list(pool.map(hash_block, blocks))
+            list(pool.map(hash_block, range(len(blocks))))
     else:
-        for block in blocks:
-            hash_block(block)
+        for index in range(len(blocks)):
+            hash_block(index)
     divisor = max(thread_count, 1)
     return table, PassSeconds(sum(s.copy_s for s in passes) / divisor, sum(s.hash_s for s in passes) / divisor)
 

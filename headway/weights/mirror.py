@@ -3,7 +3,8 @@
 The mirror is a worker: one runs on every machine that has a replica, and one where the trainer is. A version arrives as
 the bytes of its file, in chunks over several connections, into a slot of the same layout as the publisher's, so
 that replicas read it as they would read that. Chunks are asked for in order, and handed on as soon as they are
-there: in a chain of nodes each carries the version once, and the last has it soon after the first.
+there: in a chain of nodes each carries the version once, and the last has it soon after the first. A version of which
+several nodes have a part each comes from all of them at once.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import struct
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +30,9 @@ from headway.records.generation import PublishedWeights
 from headway.runtime.nodes.dial import TIMEVAL, dial, outlast
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, ConnectionRefused, Hello, NotAdmitted, admit
 from headway.runtime.nodes.listener import listen_on_first
+from headway.weights.division import Range
 from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, version_in
-from headway.weights.slots import slot_stem
+from headway.weights.slots import SlotLock, slot_stem
 
 if TYPE_CHECKING:
     from headway.runtime.child import WorkerContext
@@ -40,6 +43,7 @@ SLOTS = 3  # versions that are kept, as at the publisher
 _REQUEST = struct.Struct("<qQQ")  # version, offset, count; count 0 asks for the file's size
 _ANSWER = struct.Struct("<?Q")  # whether it is there, and the count of bytes that follow, or the file's size
 _PATIENCE_S = 30.0  # for a chunk that another mirror is fetching
+_READERS_S = 5.0  # for those that read a slot where it is, before the next version takes other memory
 
 
 @dataclass
@@ -49,8 +53,9 @@ class _IncomingVersion:
     version: int
     content: memoryview
     path: Path
-    chunks: int = 0  # that have arrived without a gap
-    ahead: set[int] = field(default_factory=set[int])  # later ones that have arrived
+    lock: SlotLock  # against those that read the slot where it is
+    arrived: int = 0  # bytes that are there without a gap
+    ahead: dict[int, int] = field(default_factory=dict[int, int])  # later ranges: by the first byte, the one after them
     complete: bool = False  # with its header, which comes last
     failed: bool = False
 
@@ -58,7 +63,13 @@ class _IncomingVersion:
         """Whether these bytes are there. The header is when everything is."""
         if offset == 0 and count == HEADER.size:
             return self.complete
-        return min(self.chunks * CHUNK_BYTES, len(self.content)) >= offset + count
+        return self.arrived >= offset + count
+
+    def add(self, first: int, last: int) -> None:
+        """Note that the bytes from ``first`` to before ``last`` have arrived."""
+        self.ahead[first] = last
+        while self.arrived in self.ahead:
+            self.arrived = self.ahead.pop(self.arrived)
 
 
 class MirrorService:
@@ -86,12 +97,13 @@ class MirrorService:
         self._log = context.log
         self._stem = f"{slot_stem(run_id)}-{node or 'head'}"
         self._key, self._epoch, self._orphan_s = key, epoch, orphan_s
-        self._slots: dict[int, tuple[Path, mmap.mmap]] = {}  # by slot number
+        self._slots: dict[int, tuple[Path, mmap.mmap, SlotLock]] = {}  # by slot number
         self._next = 0
         self._arriving: dict[int, _IncomingVersion] = {}  # by version
         self._newest_overwritten = -1  # the newest version whose slot was taken by another
         self._changed = threading.Condition()
-        self._published: dict[int, PublishedWeights] = {}  # on this machine, by the trainer
+        # On this machine, by the trainer: the file, and which ranges it has (() for all), by version.
+        self._published: dict[int, tuple[Path, Sequence[Range]]] = {}
         self._certificate = certificate
         self.served_bytes = 0
         self._loop = asyncio.new_event_loop()  # of the listener alone
@@ -103,11 +115,12 @@ class MirrorService:
         """The address at which other mirrors reach it."""
         return self._listener.address
 
-    def serve_published(self, published: PublishedWeights) -> None:
-        """Serve a version that was published on this machine, from the publisher's own file."""
+    def serve_published(self, published: PublishedWeights, ranges: Sequence[Range] = ()) -> None:
+        """Serve a version that was published on this machine, from the publisher's own file. ``ranges``: what the file
+        has of it; (): all."""
         with self._changed:
             self._published.pop(published.version, None)
-            self._published[published.version] = published
+            self._published[published.version] = Path(published.path), ranges
             if len(self._published) > SLOTS:
                 # The first, not the lowest version: the best one is published again at the end.
                 oldest_version = next(iter(self._published))
@@ -129,57 +142,62 @@ class MirrorService:
         """Bytes sent to other mirrors so far."""
         return {"served_bytes": self.served_bytes}
 
-    def fetch(self, published: PublishedWeights, source: str) -> PublishedWeights:
-        """Fetch a version from the mirror at ``source``; returns its location here. Raises WeightsCorrupt when the
-        transfer breaks or the version is gone there: nothing of it can be read then."""
+    def fetch(self, published: PublishedWeights, sources: Sequence[tuple[str, Sequence[Range]]]) -> PublishedWeights:
+        """Fetch a version from mirrors; returns its location here. ``sources``: addresses, and the ranges of the file
+        that come from each; of the only one they may be (), all. Raises WeightsCorrupt when the transfer breaks or the
+        version is gone there: nothing of it can be read then."""
         hello = Hello(purpose="mirror", subject=str(published.version), epoch=self._epoch)
 
-        async def connect() -> list[socket.socket]:
+        async def connect(source: str) -> list[socket.socket]:
             dial_coroutines = (
                 dial(source, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
                 for _ in range(CONNECTIONS)
             )
             return [sock for sock, _ in await asyncio.gather(*dial_coroutines)]
 
-        with _Transfer(source, published.version, connect) as transfer:
-            incoming = self._begin(published.version, transfer.size)
-            try:
-                transfer.receive_into(incoming.content, lambda chunk: self._arrived(incoming, chunk))
-                if version_in(transfer.header) != published.version:
-                    raise WeightsCorrupt(
-                        f"version {published.version} was overwritten at {source} while it was fetched"
-                    )
-            except BaseException:
-                with self._changed:
-                    incoming.failed = True
-                    del self._arriving[published.version]
-                    self._changed.notify_all()
-                raise
-        incoming.content[: HEADER.size] = transfer.header  # last: until now the slot is no version's
+        with ExitStack() as stack:
+            opened = (_Transfer(source, published.version, connect, ranges) for source, ranges in sources)
+            transfers = [stack.enter_context(transfer) for transfer in opened]
+            incoming = self._begin(published.version, transfers[0].size)
+
+            def receive(transfer: _Transfer) -> None:
+                try:
+                    transfer.receive_into(incoming.content, partial(self._arrived, incoming))
+                except BaseException:
+                    self._fail(incoming)
+                    raise
+
+            with ThreadPoolExecutor(len(transfers)) as pool:
+                list(pool.map(receive, transfers))
+        incoming.content[: HEADER.size] = transfers[0].header  # last: until now the slot is no version's
+        incoming.lock.release()
         with self._changed:
             incoming.complete = True
             self._changed.notify_all()
-        return msgspec.structs.replace(published, path=str(incoming.path))
+        return msgspec.structs.replace(published, path=str(incoming.path), parts=())
 
     def close(self) -> None:
         """Stop listening and remove the files; replicas that still map one keep what they have."""
         asyncio.run_coroutine_threadsafe(self._listener.close(), self._loop).result(HANDSHAKE_S)
-        for path, _ in self._slots.values():
+        for path, _, lock in self._slots.values():
             path.unlink(missing_ok=True)
+            lock.close()
 
     # --- this machine's slots -------------------------------------------------------------------------------
 
     def _begin(self, version: int, size: int) -> _IncomingVersion:
         """Prepare the next slot for a version of ``size`` bytes."""
         slot_number, self._next = self._next, (self._next + 1) % SLOTS
-        cached_slot = self._slots.get(slot_number)
-        if cached_slot is None or len(cached_slot[1]) != size:
-            if cached_slot is not None:
-                cached_slot[0].unlink(missing_ok=True)
-            cached_slot = self._slots[slot_number] = self._create(slot_number, size)
-        path, slot_map = cached_slot
+        slot = self._slots.get(slot_number)
+        if slot is None or len(slot[1]) != size or not slot[2].acquire(exclusive=True, patience_s=_READERS_S):
+            if slot is not None:
+                slot[0].unlink(missing_ok=True)
+                slot[2].close()
+            slot = self._slots[slot_number] = self._create(slot_number, size)
+        path, slot_map, lock = slot
+        lock.acquire(exclusive=True)
         HEADER.pack_into(slot_map, 0, b"", UNWRITTEN, UNWRITTEN, 0, 0, 0)
-        incoming = _IncomingVersion(version, memoryview(slot_map), path)
+        incoming = _IncomingVersion(version, memoryview(slot_map), path, lock)
         with self._changed:
             for old_version in [v for v, other in self._arriving.items() if other.path == path]:
                 del self._arriving[old_version]
@@ -188,22 +206,27 @@ class MirrorService:
             self._changed.notify_all()
         return incoming
 
-    def _create(self, number: int, size: int) -> tuple[Path, mmap.mmap]:
+    def _create(self, number: int, size: int) -> tuple[Path, mmap.mmap, SlotLock]:
         refusals = []
         for folder in default_folders():
             path = folder / f"{self._stem}-{number}.weights"
             try:
-                return path, new_slot(path, size)
+                return path, new_slot(path, size), SlotLock(path)
             except OSError as error:
                 refusals.append(f"{folder}: {error.strerror}")
         raise ConfigurationError(f"no space for a mirror of {size / 1e6:.1f} MB x {SLOTS} ({'; '.join(refusals)})")
 
-    def _arrived(self, arriving: _IncomingVersion, chunk: int) -> None:
+    def _arrived(self, incoming: _IncomingVersion, first: int, last: int) -> bool:
+        """Note a range that has arrived; returns whether the version is still fetched."""
         with self._changed:
-            arriving.ahead.add(chunk)
-            while arriving.chunks in arriving.ahead:
-                arriving.ahead.remove(arriving.chunks)
-                arriving.chunks += 1
+            incoming.add(first, last)
+            self._changed.notify_all()
+            return not incoming.failed
+
+    def _fail(self, incoming: _IncomingVersion) -> None:
+        with self._changed:
+            incoming.failed = True
+            self._arriving.pop(incoming.version, None)
             self._changed.notify_all()
 
     # --- serving --------------------------------------------------------------------------------------------
@@ -245,36 +268,50 @@ class MirrorService:
 
         def ready() -> bool:
             incoming = self._arriving.get(version)
+            if self._published_file(version, offset, count) is not None:
+                return True
             if incoming is None:
-                return version in self._published or version <= self._newest_overwritten
+                return version <= self._newest_overwritten
             return incoming.failed or incoming.has(offset, count)
 
         with self._changed:
             if not self._changed.wait_for(ready, _PATIENCE_S):
                 raise FileNotFoundError
-            incoming, published = self._arriving.get(version), self._published.get(version)
-            if incoming is not None and not incoming.failed:
-                return incoming.path
-            if incoming is not None or published is None:
+            # First, or nodes that fetch one another's parts would wait for one another.
+            if (published_file := self._published_file(version, offset, count)) is not None:
+                return published_file
+            incoming = self._arriving.get(version)
+            if incoming is None or incoming.failed:
                 raise FileNotFoundError
-            return Path(published.path)
+            return incoming.path
+
+    def _published_file(self, version: int, offset: int, count: int) -> Path | None:
+        """The file that the trainer has published here, if these bytes are in it, or are its header."""
+        path, ranges = self._published.get(version, (None, ()))
+        is_there = offset + count <= HEADER.size or not ranges
+        return path if is_there or any(first <= offset and offset + count <= last for first, last in ranges) else None
 
 
 class _Transfer:
-    """The transfer of one version from another mirror, over several connections."""
+    """The transfer of a version, or some ranges of its file, from another mirror, over several connections."""
 
     def __init__(
-        self, source: str, version: int, connect: Callable[[], Coroutine[Any, Any, list[socket.socket]]]
+        self,
+        source: str,
+        version: int,
+        connect: Callable[[str], Coroutine[Any, Any, list[socket.socket]]],
+        ranges: Sequence[Range] = (),
     ) -> None:
+        """``ranges``: (), the file."""
         self.size = 0
         self.header = b""  # as it was after the last chunk
         self._source, self._version = source, version
         self._sockets: list[socket.socket] = []
-        self._connect = connect
+        self._connect, self._ranges = connect, ranges
 
     def __enter__(self) -> _Transfer:
         try:
-            self._sockets = asyncio.run(self._connect())
+            self._sockets = asyncio.run(self._connect(self._source))
         except HeadwayError as error:
             raise WeightsCorrupt(f"version {self._version} can't be fetched: {error}") from None
         for sock in self._sockets:
@@ -288,25 +325,30 @@ class _Transfer:
         for sock in self._sockets:
             sock.close()
 
-    def receive_into(self, content: memoryview, on_chunk: Callable[[int], None]) -> None:
-        """Fetch everything but the header into ``content``; ``on_chunk(number)`` is called after each chunk."""
-        chunk_numbers = iter(range(-(-self.size // CHUNK_BYTES)))
-        taking_lock = threading.Lock()
+    def receive_into(self, content: memoryview, on_chunk: Callable[[int, int], bool]) -> None:
+        """Fetch everything but the header into ``content``; ``on_chunk(first, last)`` is called after each chunk, and
+        returns whether to go on. Raises WeightsCorrupt, also if the version isn't there any more after the last."""
+        chunks = (
+            (first_byte, min(first_byte + CHUNK_BYTES, range_end))
+            for range_start, range_end in self._ranges or [(0, self.size)]
+            for first_byte in range(range_start, range_end, CHUNK_BYTES)
+        )
+        taking_lock, goes_on = threading.Lock(), True
 
         def fetch(sock: socket.socket) -> None:
-            while True:
+            nonlocal goes_on
+            while goes_on:
                 with taking_lock:
-                    chunk_number = next(chunk_numbers, None)
-                if chunk_number is None:
+                    chunk = next(chunks, None)
+                if chunk is None:
                     return
-                first_byte = chunk_number * CHUNK_BYTES
-                end_byte = min(first_byte + CHUNK_BYTES, self.size)
+                first_byte, end_byte = chunk
                 self._request(sock, first_byte, end_byte - first_byte)
-                skipped_bytes = HEADER.size if chunk_number == 0 else 0
+                skipped_bytes = HEADER.size if first_byte == 0 else 0
                 if skipped_bytes:
                     _receive_into(sock, memoryview(bytearray(skipped_bytes)))
                 _receive_into(sock, content[first_byte + skipped_bytes : end_byte])
-                on_chunk(chunk_number)
+                goes_on = on_chunk(first_byte, end_byte)
 
         try:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
@@ -317,6 +359,8 @@ class _Transfer:
             self.header = bytes(header)
         except (OSError, EOFError) as error:
             raise WeightsCorrupt(f"version {self._version} from {self._source}: {error}") from None
+        if version_in(self.header) != self._version:
+            raise WeightsCorrupt(f"version {self._version} was overwritten at {self._source} while it was fetched")
 
     def _request(self, sock: socket.socket, offset: int, count: int) -> int:
         sock.sendall(_REQUEST.pack(self._version, offset, count))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import msgspec
+
 from headway.records.errors import HeadwayError, RemoteError, WeightsCorrupt
-from headway.records.generation import PublishedWeights
+from headway.records.generation import PublishedPart, PublishedWeights
 from headway.runtime.clock import Clock
 from headway.runtime.supervision import cancel_all
 from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
+from headway.weights.division import Range
 
 _FACTORY = "headway.weights.mirror:MirrorService"
 _FETCH_S = 600.0
@@ -25,7 +28,8 @@ class Mirrors:
 
     The nodes that want a version form a chain in the order in which they ask: the first fetches from the trainer's
     machine, each other one from the one before it, while that is still fetching. A node whose predecessor fails
-    fetches from the trainer's machine.
+    fetches from the trainer's machine. Where the trainer's ranks have published a version on several nodes, each of
+    them is the source of its part, and fetches the others' if it needs the version.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class Mirrors:
     async def on_node(self, published: PublishedWeights, node: str) -> PublishedWeights:
         """Return ``published`` as ``node`` can read it, fetched there first if need be. Raises WeightsCorrupt when that
         fails: a later version, or the same once more, may succeed."""
-        if node == self._origin:
+        if node == self._origin and not published.parts:
             return published
         copy_key = (published.version, published.checksum, node)
         task = self._copies.get(copy_key)
@@ -62,13 +66,14 @@ class Mirrors:
                 self._chains.pop(old_key[0], None)
         return await asyncio.shield(task)
 
-    async def problems(self, nodes: Iterable[str]) -> list[str]:
-        """List what keeps ``nodes`` from fetching, each from the trainer's machine and from the node before it."""
+    async def problems(self, nodes: Iterable[str], publishers: Sequence[str] = ()) -> list[str]:
+        """List what keeps ``nodes`` from fetching, each from the trainer's machine, from ``publishers``, where the
+        trainer's ranks publish a part, and from the node before it."""
         failures, node_names = list[str](), list(dict.fromkeys((self._origin, *nodes)))
         if node_names[1:]:  # start them together; failures are found below
             await asyncio.gather(*map(self._mirror, node_names), return_exceptions=True)
         for previous_node, reader in pairwise(node_names):
-            for source in dict.fromkeys((self._origin, previous_node)):
+            for source in dict.fromkeys((self._origin, *publishers, previous_node)):
                 try:
                     (_, address), (mirror_worker, _) = await self._mirror(source), await self._mirror(reader)
                     why = await mirror_worker.call("problem_with", address, timeout_s=_START_S)
@@ -85,25 +90,27 @@ class Mirrors:
 
     async def _copy(self, published: PublishedWeights, node: str) -> PublishedWeights:
         chain_nodes = self._chains.setdefault(published.version, [])
-        source_node = chain_nodes[-1] if chain_nodes else self._origin
+        previous_node = chain_nodes[-1] if chain_nodes else None
         chain_nodes.append(node)
         try:
             try:
-                return await self._fetch(published, node, source_node)
+                return await self._fetch(published, node, previous_node)
             except WeightsCorrupt:  # a mirror has died, here or there: its successor may do better
-                return await self._fetch(published, node, self._origin)
+                return await self._fetch(published, node, None)
         except BaseException:
             chain_nodes.remove(node)
             raise
 
-    async def _fetch(self, published: PublishedWeights, node: str, source: str) -> PublishedWeights:
-        """Fetch from ``source``'s mirror into ``node``'s."""
+    async def _fetch(self, published: PublishedWeights, node: str, source: str | None) -> PublishedWeights:
+        """Fetch from ``source``'s mirror into ``node``'s; None: from where it was published."""
+        publisher_part = PublishedPart(node=self._origin, path=published.path, ranges=())
         try:
-            source_mirror, address = await self._mirror(source)
-            if source == self._origin:
-                await source_mirror.call("serve_published", published)
+            if source is None:
+                sources = [await self._serve(published, part) for part in published.parts or [publisher_part]]
+            else:
+                sources = [((await self._mirror(source))[1], ())]
             node_mirror, _ = await self._mirror(node)
-            return await node_mirror.call("fetch", published, address, timeout_s=_FETCH_S)
+            return await node_mirror.call("fetch", published, sources, timeout_s=_FETCH_S)
         except RemoteError as error:
             if isinstance(error.__cause__, WeightsCorrupt):
                 raise error.__cause__ from None
@@ -112,6 +119,13 @@ class Mirrors:
             if isinstance(error, WeightsCorrupt):
                 raise
             raise WeightsCorrupt(f"version {published.version} on node {node}: {error}") from error
+
+    async def _serve(self, published: PublishedWeights, part: PublishedPart) -> tuple[str, tuple[Range, ...]]:
+        """Let the mirror of a part's node serve it. Returns its address, and what is there."""
+        mirror_worker, address = await self._mirror(part.node)
+        own_file = msgspec.structs.replace(published, path=part.path, parts=())
+        await mirror_worker.call("serve_published", own_file, part.ranges)
+        return address, part.ranges
 
     async def _mirror(self, node: str) -> tuple[WorkerHandle, str]:
         """The mirror of ``node`` and its address for others, started if there is none. Raises the errors of the

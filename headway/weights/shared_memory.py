@@ -1,14 +1,17 @@
-"""Versioned weights through shared memory or a device's: one writer, any number of readers, every read verified.
+"""Versioned weights through shared memory or a device's: one publisher, any number of readers, every read verified.
 
 A slot is one mapped file: a header, a manifest, the table of the checksum and a flat payload. The publisher rotates
 over its slots, so version v stays readable until v + slots is published. Readers copy first and verify after: a race
-with the copy shows up as a wrong version or checksum, never as wrong weights. Each process that has a slot mapped
-holds it (`slots.hold`): a slot that no process holds was left behind by a crash.
+with the copy shows up as a wrong version or checksum, never as wrong weights. Or they verify a slot and use it where it
+is, under a lock of the file (`slots.SlotLock`), for which the next update of that slot waits. Each process that has a
+slot mapped holds it (`slots.hold`): a slot that no process holds was left behind by a crash.
+
+Ranks that divide a model publish together (`publication.Writers`): the first of each node makes the file, and all write
+their rows into it.
 
 With a `DeviceMemory` that others map, the payload stays there: the file ends with the table, and the record has the
-memory's handle. A reader copies it under a lock of the file (`slots.SlotLock`), for which the next update of that slot
-waits; the kernel ends the locks of dead processes, so that no dead reader holds up the publisher, and a dead
-publisher is known as such.
+memory's handle. A reader copies it under such a lock. The kernel ends the locks of dead processes, so that no dead
+reader holds up the publisher, and a dead publisher is known as such.
 """
 
 from __future__ import annotations
@@ -19,8 +22,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,14 +33,16 @@ from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.weights.checksums import PassSeconds, differing_block, hash_blocks, hash_lanes, root_of
 from headway.weights.device_memory import DeviceMemory, lane_sums
-from headway.weights.layout import Layout
-from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, default_folders, new_slot, table_start
+from headway.weights.division import Extent, PayloadDivision
+from headway.weights.layout import Layout, TensorRows
+from headway.weights.publication import OneWriter, Publication, Slot, Writers
+from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, default_folders, table_start
 from headway.weights.slots import SlotLock, hold, slot_stem
 
 log = logging.getLogger(__name__)
 _ALIGNMENT = 64  # bytes, of a reader's buffer: for the fastest reads
 _Read = Callable[[int, int], bytes]  # of a file: from the first byte to before the last
-_READERS_S = 5.0  # that an update waits for the readers of a slot in device memory, before it takes other memory
+_READERS_S = 5.0  # that an update waits for the locks of a slot's readers, before it takes other memory
 
 
 class Publisher:
@@ -48,6 +52,7 @@ class Publisher:
     ``dtype``: convert floating tensors while copying (a bfloat16 generator under a float32 trainer).
     ``memory``: the device's in which the tensors are. With ``snapshots``, and space, it takes one, so that the copy to
     the host runs beside the device's next work; or, with ``exports`` and space, it has the payload of all slots.
+    ``writers``: ranks that publish together, with this one among them; None: it publishes alone.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Publisher:
         memory: DeviceMemory | None = None,
         exports: bool = False,
         snapshots: bool = True,
+        writers: Writers | None = None,
     ) -> None:
         if slots < 2:
             raise ConfigurationError(f"weights: slots = {slots}: at least 2, or a reader always races the writer")
@@ -68,7 +74,9 @@ class Publisher:
         self._dtype = dtype
         self._memory, self._exports, self._snapshots = memory, exports, snapshots and not exports
         self._folders = [Path(directory)] if directory is not None else default_folders()
-        self._open: dict[int, _Slot] = {}
+        self._writers: Writers = writers or OneWriter()
+        self._division: tuple[bytes, list[Extent], PayloadDivision] | None = None  # with the layout's manifest
+        self._open: dict[int, Slot] = {}
         self._next = 0
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> PublishedWeights:
@@ -78,43 +86,85 @@ class Publisher:
     def begin(self, version: int, tensors: Mapping[str, Tensor]) -> Publication:
         """Begin to publish: ``tensors`` may change as soon as this returns. The publication must be finished, in any
         thread, before the next one begins."""
+        return self.begin_rows(version, {name: TensorRows.all_of(tensor) for name, tensor in tensors.items()})
+
+    def begin_rows(self, version: int, rows: Mapping[str, TensorRows]) -> Publication:
+        """Begin to publish as `begin` does, the rows that this writer has of each tensor. A call of all writers, whose
+        tensors have equal names and shapes. Raises ValueError unless all rows are some writer's, each once."""
         if version < 0:
             raise ValueError(f"version = {version}: must not be negative")
-        started_s = time.perf_counter()
-        layout = Layout.of(tensors, self._dtype, "lanes" if self._exports else "xxh3")
+        started_s, writers = time.perf_counter(), self._writers
+        layout = Layout.of(rows, self._dtype, "lanes" if self._exports else "xxh3")
+        extents = layout.extents(rows)
+        division = self._divide(layout, extents)
         try:
-            slot = self._slot(layout)
+            slot, paths = self._common_slot(layout, division)
         except torch.OutOfMemoryError:  # a slot on the device stays until its turn to be replaced
             self._exports = False
             log.warning("no memory for version %d on the GPU: weights go through the host from now on", version)
-            return self.begin(version, tensors)
-        slot.write_versions(UNWRITTEN, UNWRITTEN)
-        snapshot = None
+            return self.begin_rows(version, rows)
+        snapshot, target, starts = None, slot.payload, [extent.first for extent in extents]
         with suppress(torch.OutOfMemoryError):  # without space the tensors are copied to the slot now
             if self._memory is not None and self._snapshots:
-                snapshot = self._memory.allocate(layout.payload_size)
-        views = slot.views if snapshot is None else layout.views(snapshot)
+                *packed_starts, size = layout.packed(extents)
+                snapshot = target = self._memory.allocate(size)
+                starts = packed_starts
         with torch.no_grad():
-            for name, view in views.items():
-                view.copy_(tensors[name])
+            layout.write(target, starts, rows)
         work_context = nullcontext() if self._memory is None else self._memory.after_present_work()
         self._next = (self._next + 1) % self._slots
-        return Publication(slot, version, snapshot, work_context, time.perf_counter() - started_s)
+        snapshot_s = time.perf_counter() - started_s
+        return Publication(slot, version, writers, division, extents, paths, snapshot, starts, work_context, snapshot_s)
 
-    def _slot(self, layout: Layout) -> _Slot:
+    def _divide(self, layout: Layout, extents: list[Extent]) -> PayloadDivision:
+        """The division of the payload, which is the last one's unless shapes have changed."""
+        if self._division is None or self._division[:2] != (layout.manifest, extents):
+            extents_by_rank = self._writers.all_gather(extents)
+            division = PayloadDivision(layout.blocks, layout.payload_size, extents_by_rank, self._writers.nodes)
+            self._division = layout.manifest, extents, division
+        return self._division[2]
+
+    def _common_slot(self, layout: Layout, division: PayloadDivision) -> tuple[Slot, dict[str, str]]:
+        """The next slot, which a node's first writer makes for all of its writers; with its path on each node."""
+        rank, nodes = self._writers.rank, self._writers.nodes
+        slot, path, problem = None, "", ""
+        if nodes.index(nodes[rank]) == rank:
+            try:
+                slot = self._slot(layout, division)
+                path = str(slot.path)
+            except ConfigurationError as error:  # the others must not wait for this writer
+                problem = str(error)
+        announcements = self._writers.all_gather((path, problem))
+        if problems := [problem for _, problem in announcements if problem]:
+            raise ConfigurationError(problems[0])
+        paths = {node: announcements[nodes.index(node)][0] for node in dict.fromkeys(nodes)}
+        return slot or self._attached(Path(paths[nodes[rank]]), layout), paths
+
+    def _slot(self, layout: Layout, division: PayloadDivision) -> Slot:
         slot = self._open.get(self._next)
-        if slot is not None and slot.layout == layout and slot.wait_for_readers(_READERS_S):
-            return slot
-        if slot is not None:
-            self._open.pop(self._next).unlink()
-        self._open[self._next] = slot = self._create(layout)
+        if slot is None or slot.layout != layout or not slot.wait_for_readers(_READERS_S):
+            if slot is not None:
+                self._open.pop(self._next).unlink()
+            self._open[self._next] = slot = self._create(layout, division)
+        slot.write_versions(UNWRITTEN, UNWRITTEN)
         return slot
 
-    def _create(self, layout: Layout) -> _Slot:
+    def _attached(self, path: Path, layout: Layout) -> Slot:
+        slot = self._open.get(self._next)
+        if slot is None or slot.path != path or slot.layout != layout or not slot.is_present:
+            self._open[self._next] = slot = Slot.attach(path, layout)
+        return slot
+
+    def _create(self, layout: Layout, division: PayloadDivision) -> Slot:
+        rank, nodes = self._writers.rank, self._writers.nodes
+        stem = self._stem if rank == 0 else f"{self._stem}-{nodes[rank]}-ranks"  # other machines may have this folder
+        used = division.written_on(nodes[rank]) if len(set(nodes)) > 1 else ()
+        memory = self._memory if len(nodes) == 1 else None  # pinned by each rank, all memory would be pinned repeatedly
         refusals: list[str] = []
         for folder in self._folders:
+            path = folder / f"{stem}-{self._next}.weights"
             try:
-                return _Slot(folder / f"{self._stem}-{self._next}.weights", layout, self._memory, self._exports)
+                return Slot.create(path, layout, memory, exports=self._exports, used=used)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EROFS, errno.ENOTDIR):
                     raise
@@ -137,91 +187,9 @@ class Publisher:
         self.close()
 
 
-class _Slot:
-    """The mapped file that the publisher writes one version to, and its payload in the file or in device memory."""
-
-    def __init__(self, path: Path, layout: Layout, memory: DeviceMemory | None, exports: bool) -> None:
-        self.path, self.layout, self.handle = path, layout, ""
-        self._lock: SlotLock | None = None
-        device_payload = memory.allocate(layout.payload_size) if memory is not None and exports else None
-        self._map = new_slot(path, layout.payload_start + (0 if exports else layout.payload_size))
-        self._inode = path.stat().st_ino
-        self.write_versions(UNWRITTEN, UNWRITTEN)
-        self._map[HEADER.size : HEADER.size + len(layout.manifest)] = layout.manifest
-        self.table = np.frombuffer(self._map, np.uint64, len(layout.blocks), layout.table_start)
-        if memory is not None and device_payload is not None:
-            self._lock = SlotLock(path, owner=True)
-            self.payload, self.handle = device_payload, memory.export(device_payload)
-            self.wait_for_readers(_READERS_S)  # there are none; none may come before it is written
-        else:
-            payload_array = np.frombuffer(self._map, dtype=np.uint8, offset=layout.payload_start)
-            if memory is not None:
-                memory.pin(payload_array)
-            self.payload = torch.from_numpy(payload_array)
-        self.views = layout.views(self.payload)
-
-    def write_versions(self, first: int, second: int) -> None:
-        layout = self.layout
-        section_sizes = len(layout.manifest), 8 * len(layout.blocks), layout.payload_size
-        HEADER.pack_into(self._map, 0, MAGIC, first, second, *section_sizes)
-
-    def wait_for_readers(self, patience_s: float) -> bool:
-        """Wait for the readers of device memory, and keep others out until `admit_readers`; False if one stays. Readers
-        of a file aren't waited for: they notice a race."""
-        return self._lock is None or self._lock.acquire(exclusive=True, patience_s=patience_s)
-
-    def admit_readers(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-
-    def unlink(self) -> None:
-        if self.path.exists() and self.path.stat().st_ino == self._inode:  # else it is gone, or a successor's
-            self.path.unlink(missing_ok=True)
-        if self._lock is not None:
-            self._lock.close()
-
-
-@dataclass
-class Publication:
-    """A version that is being published: its tensors are copied, its checksum is not made. Readers find no version in
-    the slot before `finish`; a publication that its process doesn't finish is never one."""
-
-    slot: _Slot
-    version: int
-    snapshot: Tensor | None  # of the payload, in device memory until `finish`; None: it is in the slot
-    beside: AbstractContextManager[None]  # of the work that follows the snapshot
-    snapshot_s: float
-
-    def finish(self) -> PublishedWeights:
-        """Copy the snapshot, make the table and its root, and let readers in."""
-        slot, layout, started_s = self.slot, self.slot.layout, time.perf_counter()
-        with torch.no_grad(), self.beside:
-            if self.snapshot is not None:
-                slot.payload.copy_(self.snapshot)
-            copied_at_s = time.perf_counter()
-            if slot.handle:
-                slot.table[:] = hash_lanes(lane_sums(slot.payload), layout.blocks)
-            else:
-                slot.table[:] = hash_blocks(slot.payload.numpy(), layout.blocks)[0]
-        self.snapshot = None  # its memory is the next step's
-        checksum = root_of(self.version, layout.manifest, slot.table)
-        slot.write_versions(self.version, self.version)
-        slot.admit_readers()
-        finished_s = time.perf_counter()
-        return PublishedWeights(
-            version=self.version,
-            path=str(slot.path),
-            checksum=checksum,
-            size_bytes=layout.payload_size,
-            publish_s=self.snapshot_s + finished_s - started_s,
-            handle=slot.handle,
-            snapshot_s=self.snapshot_s,
-            hash_s=finished_s - copied_at_s,
-        )
-
-
 class Subscriber:
-    """Reader of published versions, into a private buffer that it reuses, or two in turn: see ``keep``.
+    """Reader of published versions, into a private buffer that it reuses, or two in turn: see ``keep``. Or it attaches
+    a version, which is read where it is.
 
     ``memory``: of the reader's device, from which it maps that of a publisher. Its buffer is then in that memory; the
     buffer of a version from a file is host memory, pinned for the device.
@@ -235,6 +203,7 @@ class Subscriber:
         self._views: tuple[bytes, dict[str, Tensor]] | None = None
         self._kept = (self._buffer, self._in_device, self._views)
         self.spent = PassSeconds()  # of the last fetch
+        self._attached: SlotLock | None = None
 
     def fetch(
         self,
@@ -262,6 +231,41 @@ class Subscriber:
             raise WeightsCorrupt(_other_checksum(published, f": {names[damaged_block.tensor]} differs"))
         return dict(tensors)
 
+    def attach(self, published: PublishedWeights, share: int = 0, shares: int = 1) -> dict[str, Tensor]:
+        """Return the tensors of ``published`` in its slot, without a copy, verified. They stay as they are until the
+        next call of this, or of `forget`: until then the publisher takes other memory for its versions. Who writes into
+        them changes a private copy. ``share`` of ``shares``: readers verify a part each, and one may use its tensors
+        when all have returned. Raises WeightsCorrupt as `fetch` does, and for a version in a GPU's memory."""
+        self.detach()
+        if published.handle:
+            raise WeightsCorrupt(f"{published.path}: version {published.version} is in a GPU's memory, not in the file")
+        try:
+            lock = SlotLock(published.path)
+        except OSError as error:
+            raise WeightsCorrupt(_gone(published, error)) from None
+        with ExitStack() as on_failure:
+            on_failure.callback(lock.close)
+            if not lock.acquire(exclusive=False):
+                raise WeightsCorrupt(_wrong_version(published, UNWRITTEN))
+            layout, expected_table = _read_head(lock.read, published)
+            if layout.payload_start + layout.payload_size > lock.size:
+                raise WeightsCorrupt(f"{published.path}: {lock.size} bytes, which is too short")
+            payload = np.frombuffer(lock.map(), np.uint8, layout.payload_size, layout.payload_start)
+            blocks = layout.blocks[share::shares]
+            hashes, self.spent = hash_blocks(payload, blocks)
+            if (damaged_block := differing_block(hashes, expected_table[share::shares], blocks)) is not None:
+                name = layout.entries[damaged_block.tensor].name
+                raise WeightsCorrupt(_other_checksum(published, f": {name} differs"))
+            on_failure.pop_all()
+        self._attached = lock
+        return layout.views(torch.from_numpy(payload))
+
+    def detach(self) -> None:
+        """Let the publisher have the slot of `attach` again, whose tensors must not be used any more."""
+        if self._attached is not None:
+            self._attached.close()
+            self._attached = None
+
     def keep(self) -> None:
         """Keep the last fetch's tensors valid until the next call of this: fetches fill another buffer meanwhile."""
         latest = self._buffer, self._in_device, self._views
@@ -272,6 +276,7 @@ class Subscriber:
         self._buffer, self._views = torch.empty(0, dtype=torch.uint8), None
         self._kept = (self._buffer, self._in_device, self._views)
         self._sources.clear()
+        self.detach()
         for _, file_map in self._maps.values():
             file_map.madvise(mmap.MADV_DONTNEED)
 

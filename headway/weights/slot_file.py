@@ -6,6 +6,7 @@ import mmap
 import os
 import struct
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from headway.weights.slots import SHARED_MEMORY, hold
@@ -41,15 +42,28 @@ def new_file(path: Path) -> int:
         os.close(descriptor)  # another run's start removed it as a leftover before it was held
 
 
-def new_slot(path: Path, size: int) -> mmap.mmap:
-    """Create and map a file of ``size`` bytes. Raises OSError, with no file left, where the file system is full."""
+def new_slot(path: Path, size: int, used: Sequence[tuple[int, int]] = ()) -> mmap.mmap:
+    """Create and map a file of ``size`` bytes, of which only the ranges in ``used`` get memory, if there are any.
+    Raises OSError, with no file left, where the file system is full."""
     descriptor = new_file(path)
     try:
-        os.posix_fallocate(descriptor, 0, size)  # a write to a mapped page beyond a full file system would be a SIGBUS
+        os.ftruncate(descriptor, size)
+        for first_byte, end_byte in used or [(0, size)]:  # a write to a page without memory could be a SIGBUS
+            os.posix_fallocate(descriptor, first_byte, end_byte - first_byte)
         return mmap.mmap(descriptor, size)
     except OSError:
         path.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(descriptor)
+
+
+def map_slot(path: Path) -> mmap.mmap:
+    """Map another process's slot, to write into it. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        hold(descriptor)
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
 

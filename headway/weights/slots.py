@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import mmap
 import os
 import re
 import struct
@@ -65,7 +66,7 @@ def hold(descriptor: int) -> None:
 
 
 class SlotLock:
-    """The locks of a slot in device memory, on its file: the owner's, and those of readers against updates.
+    """The locks of a slot, on its file: the owner's, and those of readers against updates.
 
     The kernel ends them with the process, or the description, that has them (``F_OFD_SETLK``). They are independent of
     ``hold``.
@@ -102,6 +103,11 @@ class SlotLock:
     def read(self, first: int, last: int) -> bytes:
         """Read bytes of the file."""
         return os.pread(self._descriptor, last - first, first)
+
+    def map(self) -> mmap.mmap:
+        """Map the file, to read it: what is written to the mapping changes a private copy."""
+        hold(self._descriptor)
+        return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
 
     @property
     def size(self) -> int:

@@ -17,9 +17,10 @@ import pytest
 import torch
 from node_processes import KEY, joined_nodes
 from worker_processes import run
+from writer_threads import ThreadWriter, WriterThreads, rows_of
 
 from headway.records.errors import WeightsCorrupt
-from headway.records.generation import PublishedWeights
+from headway.records.generation import PublishedPart, PublishedWeights
 from headway.runtime.clock import RealClock
 from headway.runtime.nodes.handshake import make_key
 from headway.runtime.workers import LocalLauncher, WorkerSpec
@@ -134,7 +135,7 @@ def test_a_source_killed_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_pat
             await source.call("serve_published", published)
             throttle = Throttle(await source.call("address"), published.size_bytes // 2)
             async with throttle.listening() as address:
-                fetching = asyncio.create_task(asyncio.to_thread(here.fetch, published, address))
+                fetching = asyncio.create_task(asyncio.to_thread(here.fetch, published, [(address, ())]))
                 await throttle.reached.wait()
                 os.kill(source.pid, signal.SIGKILL)
                 await source.died
@@ -146,9 +147,100 @@ def test_a_source_killed_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_pat
                 Subscriber().fetch(published_at(published, half))
             successor = await launcher.start(spec)
             await successor.call("serve_published", published)
-            assert same(await asyncio.to_thread(here.fetch, published, await successor.call("address")), expected)
+            assert same(
+                await asyncio.to_thread(here.fetch, published, [(await successor.call("address"), ())]), expected
+            )
             await successor.stop()
         here.close()
+
+    run(main)
+
+
+def parts_of(folder: Path, version: int, nodes: str = "ab") -> PublishedWeights:
+    """A version that ranks on several nodes have published together."""
+
+    def of_rank(writer: ThreadWriter) -> PublishedWeights:
+        publisher = Publisher(folder.name, directory=folder, writers=writer)
+        return publisher.begin_rows(version, rows_of(tensors(version), writer.rank, len(nodes))).finish()
+
+    return WriterThreads(*nodes).run(of_rank)[0]
+
+
+def serve(published: PublishedWeights, part: PublishedPart, source: MirrorService) -> tuple[str, Any]:
+    source.serve_published(msgspec.structs.replace(published, path=part.path), part.ranges)
+    return source.address(), part.ranges
+
+
+def overwrite(path: str) -> None:
+    """Leave the header of a slot that is being written."""
+    content = bytearray(Path(path).read_bytes())
+    content[8:24] = bytes(16 * [255])
+    Path(path).write_bytes(content)
+
+
+def test_each_range_comes_from_the_node_that_has_it(tmp_path: Path):
+    """Also to the nodes that have the parts, which fetch from one another at once, and then from one of them."""
+
+    async def main() -> None:
+        owners, readers = [mirror(tmp_path, node) for node in "ab"], [mirror(tmp_path, node) for node in "cd"]
+        for version in range(2):
+            published = parts_of(tmp_path, version)
+            sources = [serve(published, *pair) for pair in zip(published.parts, owners, strict=True)]
+            old_bytes = [owner.served_bytes for owner in owners]
+            assert same(await asyncio.to_thread(readers[0].fetch, published, sources), tensors(version))
+            sent = [owner.served_bytes - old for owner, old in zip(owners, old_bytes, strict=True)]
+            assert sum(sent) <= 1.02 * published.size_bytes
+            assert min(sent) >= 0.4 * published.size_bytes, "each sends its half"
+            copies = await asyncio.gather(*(asyncio.to_thread(owner.fetch, published, sources) for owner in owners))
+            assert all(same(copy, tensors(version)) and not copy.parts for copy in copies)
+            chained = [(owners[1].address(), ())]
+            assert same(await asyncio.to_thread(readers[1].fetch, published, chained), tensors(version))
+        for each in (*owners, *readers):
+            each.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("fault", [pytest.param("killed", marks=pytest.mark.slow), "overwritten"])
+def test_a_part_that_ends_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_path: Path, fault: str):
+    async def main() -> None:
+        launcher, here, first = LocalLauncher(RealClock()), mirror(tmp_path, "c"), mirror(tmp_path, "a")
+        arguments = SETTINGS | {"run_id": tmp_path.name, "node": "b"}
+        spec = WorkerSpec(name="mirror-b", factory="headway.weights.mirror:MirrorService", arguments=arguments)
+        other = await launcher.start(spec)
+        published = parts_of(tmp_path, 0)
+        own_part, other_part = published.parts
+        sources = [serve(published, own_part, first)]
+        other_file = msgspec.structs.replace(published, path=other_part.path)
+        await other.call("serve_published", other_file, other_part.ranges)
+        throttle = Throttle(await other.call("address"), published.size_bytes // 4)
+        async with throttle.listening() as address:
+            fetching = asyncio.create_task(
+                asyncio.to_thread(here.fetch, published, [*sources, (address, other_part.ranges)])
+            )
+            await throttle.reached.wait()
+            if fault == "killed":
+                os.kill(other.pid, signal.SIGKILL)
+                await other.died
+            else:
+                overwrite(other_part.path)
+            throttle.open()
+            with pytest.raises(WeightsCorrupt, match="version 0 "):
+                await fetching
+        for half in slots(tmp_path):
+            with pytest.raises(WeightsCorrupt):
+                Subscriber().fetch(published_at(published, half))
+        if fault == "killed":
+            other = await launcher.start(spec)
+        later = parts_of(tmp_path, 1)
+        await other.call(
+            "serve_published", msgspec.structs.replace(later, path=later.parts[1].path), later.parts[1].ranges
+        )
+        sources = [serve(later, later.parts[0], first), (await other.call("address"), later.parts[1].ranges)]
+        assert same(await asyncio.to_thread(here.fetch, later, sources), tensors(1))
+        await other.stop()
+        for each in (here, first):
+            each.close()
 
     run(main)
 
@@ -183,7 +275,7 @@ def test_a_version_overwritten_while_it_is_fetched_is_refused(tmp_path: Path):
             source.serve_published(published)
             throttle = Throttle(source.address(), published.size_bytes // 2)
             async with throttle.listening() as address:
-                fetching = asyncio.create_task(asyncio.to_thread(here.fetch, published, address))
+                fetching = asyncio.create_task(asyncio.to_thread(here.fetch, published, [(address, ())]))
                 await throttle.reached.wait()
                 publisher.publish(1, tensors(1))
                 newest = publisher.publish(2, tensors(2))
@@ -191,7 +283,7 @@ def test_a_version_overwritten_while_it_is_fetched_is_refused(tmp_path: Path):
                 with pytest.raises(WeightsCorrupt, match="overwritten"):
                     await fetching
             source.serve_published(newest)
-            assert same(await asyncio.to_thread(here.fetch, newest, source.address()), tensors(2))
+            assert same(await asyncio.to_thread(here.fetch, newest, [(source.address(), ())]), tensors(2))
         source.close()
         here.close()
 
@@ -208,7 +300,7 @@ def test_an_earlier_version_that_is_published_again_reaches_the_nodes(tmp_path: 
                 expected = tensors(version, 1)
                 published = publisher.publish(version, expected)
                 first.serve_published(published)
-                copy = await asyncio.to_thread(second.fetch, published, first.address())
+                copy = await asyncio.to_thread(second.fetch, published, [(first.address(), ())])
                 assert same(copy, expected)
         for each in (first, second):
             each.close()
@@ -225,11 +317,11 @@ def test_a_version_that_a_mirror_no_longer_has_is_refused_at_once(tmp_path: Path
             for version in range(5):
                 published = publisher.publish(version, tensors(version, 1))
                 first.serve_published(published)
-                await asyncio.to_thread(second.fetch, published, first.address())
+                await asyncio.to_thread(second.fetch, published, [(first.address(), ())])
             for source in (first, second):
                 gone = msgspec.structs.replace(published, version=1)
                 with pytest.raises(WeightsCorrupt, match="version 1 is no longer at"):
-                    await asyncio.wait_for(asyncio.to_thread(third.fetch, gone, source.address()), 5.0)
+                    await asyncio.wait_for(asyncio.to_thread(third.fetch, gone, [(source.address(), ())]), 5.0)
         for each in (first, second, third):
             each.close()
 
@@ -243,9 +335,9 @@ def test_a_mirror_serves_nobody_without_the_key(tmp_path: Path):
         published = publisher.publish(0, tensors(0, 1))
         source.serve_published(published)
         with pytest.raises(WeightsCorrupt, match="another key"):
-            stranger.fetch(published, source.address())
+            stranger.fetch(published, [(source.address(), ())])
         with pytest.raises(WeightsCorrupt, match="epoch 2 has ended"):
-            later.fetch(published, source.address())
+            later.fetch(published, [(source.address(), ())])
         assert source.served_bytes == 0
     for service in (source, stranger, later):
         service.close()
@@ -260,7 +352,7 @@ def test_a_thousand_silent_connections_keep_no_mirror_out(tmp_path: Path):
             expected = tensors(0, 1)
             published = publisher.publish(0, expected)
             source.serve_published(published)
-            assert same(await asyncio.to_thread(here.fetch, published, source.address()), expected)
+            assert same(await asyncio.to_thread(here.fetch, published, [(source.address(), ())]), expected)
         for _, writer in silent:
             writer.close()
         source.close()

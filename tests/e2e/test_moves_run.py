@@ -75,6 +75,20 @@ def test_every_kind_of_move_keeps_the_books(folder: Path, tmp_path: Path) -> Non
     require_shown(tmp_path / "run")
 
 
+@pytest.mark.slow
+def test_a_divided_model_moves_between_two_ranks_and_one(folder: Path, tmp_path: Path) -> None:
+    both = ["cpu:0", "cpu:1"]
+    moves = [(3, ["cpu:0"], ["cpu:1"]), (6, both, both)]
+    trainer = {"devices": both, "shards": 2}
+    config = tiny_run.write_experiment(tmp_path, run={"steps": 9}, trainer=trainer, **tiny_run.inputs_in(folder))
+    command = tiny_run.train(config, moves=moves)
+    assert command.process.returncode == 0, command.output
+    tiny_run.require_whole(tmp_path / "run", 9)
+    assert [event.step for event in tiny_run.events_of(tmp_path / "run", EVENT_PLAN_CHANGED)] == [3, 6]
+    assert not tiny_run.events_of(tmp_path / "run", "worker_died")
+    assert "gradients of 2 ranks and of one differ by" in (tmp_path / "run/logs/trainer-0.log").read_text()
+
+
 def require_shown(run: Path) -> None:
     """Report and trace have the placements, their stages and what the changes cost."""
     assert "4 changes of plan in the run; the last at version 120" in " ".join(

@@ -315,9 +315,9 @@ def test_a_corrupt_checkpoint_is_replaced_by_an_older_one_and_the_log(inputs: An
     assert left == ["step_00000008.corrupt", "step_00000009.corrupt"]
 
     for path in find_checkpoints(run):
-        (path / "optimizer.safetensors").write_bytes(b"")
+        (path / "state-1-of-1.safetensors").write_bytes(b"")
     refusal = tiny_run.refused("train", config, "--quiet", "--resume", "--run.steps=15")
-    assert "optimizer.safetensors" in refusal
+    assert "state-1-of-1.safetensors" in refusal
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ def test_rank_that_skips_a_collective_is_named_by_the_one_that_waits(
 ) -> None:
     with running(tmp_path, monkeypatch, "collective", steps=0, trainer={"devices": ["cpu:0", "cpu:1"]}) as command:
         stall = named(command, of="trainer-0")
-        assert re.search(r"trainer-1 waits in all_reduce \d+ for trainer-0, which ", stall.detail)
+        assert re.search(r"trainer-1 waits in all_gather \d+ for trainer-0, which ", stall.detail)
         assert "headway/trainer/" in str(stall.data["stacks"])
 
 

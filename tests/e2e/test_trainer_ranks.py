@@ -57,11 +57,14 @@ async def train(trainer: TrainerClient, folder: Path, name: str) -> tuple[list[d
     ], folder / name
 
 
+@pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_two_ranks_equal_one(tmp_path: Path, steps: int) -> None:
+def test_two_ranks_equal_one(tmp_path: Path, steps: int, shards: int) -> None:
     async def main() -> None:
         one, one_path = await train(client(tmp_path, 1, "one", optimizer_steps_per_batch=steps), tmp_path, "one")
-        two, two_path = await train(client(tmp_path, 2, "two", optimizer_steps_per_batch=steps), tmp_path, "two")
+        two, two_path = await train(
+            client(tmp_path, 2, "two", optimizer_steps_per_batch=steps, shards=shards), tmp_path, "two"
+        )
         for a, b in zip(one, two, strict=True):
             assert a == pytest.approx(b, abs=1e-4, rel=1e-4)
         compare_weights(one_path, two_path)
@@ -110,18 +113,20 @@ def test_two_ranks_train_the_adapter_that_one_does(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def compare_weights(one: Path, two: Path, file: str = "model.safetensors") -> None:
+def compare_weights(one: Path, two: Path, pattern: str = "model*.safetensors") -> None:
     from safetensors.numpy import load_file
 
-    a, b = load_file(one / file), load_file(two / file)
+    a, b = ({k: v for file in path.glob(pattern) for k, v in load_file(file).items()} for path in (one, two))
+    assert a
     assert a.keys() == b.keys()
     for name, values in a.items():
         assert abs(values - b[name]).max() < 1e-5, name
 
 
-def test_killed_rank_is_an_error_and_restart_recovers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_killed_rank_is_an_error_and_restart_recovers(tmp_path: Path, shards: int) -> None:
     async def main() -> None:
-        trainer = client(tmp_path, 2, "killed")
+        trainer = client(tmp_path, 2, "killed", shards=shards)
         await trainer.start()
         try:
             await trainer.train_step(make_batch(0))

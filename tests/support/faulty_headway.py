@@ -53,7 +53,7 @@ REPLICAS = {
 THIN_POINTS = {
     "published": ("headway.generator.fake", "FakeGenerator", "update_weights", "before"),
     "applied": ("headway.generator.fake", "FakeGenerator", "update_weights", "after"),
-    "checkpoint-files": ("headway.trainer", "checkpoints", "_checksum", "before"),
+    "checkpoint-files": ("headway.trainer", "checkpoints", "checksum_of", "before"),
     "checkpoint-rename": ("pathlib", "Path", "rename", "before"),
     "checkpoint-pruning": ("headway.trainer", "checkpoints", "_remove", "before"),
 }

@@ -64,7 +64,7 @@ async def attack_a_mirror(folder: Path, monkeypatch: pytest.MonkeyPatch, cases: 
         source.serve_published(published)
 
         async def work() -> None:
-            copy = await asyncio.to_thread(here.fetch, published, source.address())
+            copy = await asyncio.to_thread(here.fetch, published, [(source.address(), ())])
             assert torch.equal(Subscriber().fetch(copy)["a"], expected)
 
         async with goes_on(work):

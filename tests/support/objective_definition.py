@@ -4,14 +4,16 @@ the aggregations and the KL penalty written out a second time."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
-from headway.algorithms.samples import SampleArrays, build_arrays
+from headway.algorithms.samples import FlatBatch, SampleArrays, lay_out
+from headway.algorithms.step_plan import divide
 from headway.models.decoder import Decoder
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Rollout
@@ -131,30 +133,54 @@ def by_response(batch: TrainBatch, values_n: np.ndarray) -> list[list]:
 class ThreadRanks(Ranks):
     """A rank that meets the others in one process: each runs in a thread of its own."""
 
-    def __init__(self, rank: int, slots: list[torch.Tensor], barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__()
         self.rank, self.size = rank, len(slots)
         self._slots, self._barrier = slots, barrier
 
-    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._slots[self.rank] = tensor.clone()
+    def sum_(self, tensor: torch.Tensor, dimension: str = "all") -> torch.Tensor:
+        return tensor.copy_(torch.stack(self.all_gather(tensor.clone())).sum(0))
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self._slots[self.rank] = value
         self._barrier.wait(60)
-        total = torch.stack(self._slots).sum(0)
+        values = list(self._slots)
         self._barrier.wait(60)
-        return tensor.copy_(total)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        values = self.all_gather(value)
+        return values if self.rank == 0 else []
 
 
-def gradient_over_ranks(build: Callable[[], TrainerService], batch: TrainBatch, ranks: int) -> torch.Tensor:
-    """The sum of what each of ``ranks`` trainers accumulates of its share of the batch."""
-    slots, barrier = [torch.zeros(())] * ranks, threading.Barrier(ranks)
-    trainers = [build() for _ in range(ranks)]
+R = TypeVar("R")
+Share = Callable[[TrainBatch], FlatBatch]  # a rank's share of a batch
 
-    def one(rank: int) -> torch.Tensor:
+
+def on_ranks(trainers: Sequence[TrainerService], call: Callable[[TrainerService, Share], R]) -> list[R]:
+    """What ``call`` returns of each trainer, which are ranks in threads."""
+    slots, barrier = [None] * len(trainers), threading.Barrier(len(trainers))
+
+    def on_rank(rank: int) -> R:
+        trainer, ranks = trainers[rank], ThreadRanks(rank, slots, barrier)
+        trainer.ranks = trainer.learner.ranks = trainer._recorder._ranks = ranks
+
+        def share(batch: TrainBatch) -> FlatBatch:
+            laid_out = lay_out(batch)
+            return laid_out.take(divide(laid_out, trainer.experiment.trainer, len(trainers))[rank])
+
         try:
-            trainers[rank].learner.ranks = ThreadRanks(rank, slots, barrier)
-            return gradient(trainers[rank], build_arrays(batch), batch.step)
+            return call(trainer, share)
         except BaseException:
             barrier.abort()
             raise
 
-    with ThreadPoolExecutor(ranks) as pool:
-        return torch.stack(list(pool.map(one, range(ranks)))).sum(0)
+    with ThreadPoolExecutor(len(trainers)) as pool:
+        return list(pool.map(on_rank, range(len(trainers))))
+
+
+def gradient_over_ranks(build: Callable[[], TrainerService], batch: TrainBatch, ranks: int) -> torch.Tensor:
+    """The sum of what each of ``ranks`` trainers accumulates of its share of the batch."""
+    trainers = [build() for _ in range(ranks)]
+    gradients = on_ranks(trainers, lambda trainer, share: gradient(trainer, share(batch).arrays(), batch.step))
+    return torch.stack(gradients).sum(0)

@@ -31,7 +31,7 @@ class SkippingTrainer(TrainerService):
 
     def train_step(self, batch: FlatBatch) -> StepReport:
         if self.ranks.rank == 0 and self.version == 2:
-            self.ranks.sum_ = lambda tensor: tensor  # type: ignore[method-assign]
+            self.ranks.size = 1
         return super().train_step(batch)
 
 

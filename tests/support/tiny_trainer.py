@@ -14,6 +14,7 @@ from headway.models.loading import build, save_model
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Rollout, Sample
 from headway.records.training import TrainBatch
+from headway.trainer.learner import Learner
 
 VOCABULARY = 31
 
@@ -83,6 +84,11 @@ def make_batch(
             )
             samples.append(Sample(rollout=rollout, advantage=float(random.standard_normal())))
     return TrainBatch(step=step, samples=tuple(samples))
+
+
+def optimiser_tensors(learner: Learner) -> dict[str, torch.Tensor]:
+    """This rank's rows of AdamW's state, by name."""
+    return {shard.name: shard.tensor for shard in learner.optimiser_shards()}
 
 
 def make_experiment(model: str, directory: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:

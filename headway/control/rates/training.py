@@ -22,12 +22,11 @@ Transport = Literal["storage", "nccl", "tcp", "shared_memory"]
 class TrainingRecipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings with which a model is trained.
 
-    Weights, gradients and moments are sharded over all devices (FSDP), or without ``sharded`` over those of one
-    copy."""
+    Weights, gradients and moments are divided over ``shards`` devices (FSDP) of each copy."""
 
     dtype: str = "bfloat16"
     parallelism: Parallelism = Parallelism()
-    sharded: bool = True
+    shards: Count | None = None  # beside tensor and pipeline parallelism, context parallelism's included; None: all
     state_bytes: float = 16.0  # per weight: float32 weight, gradient and two moments of AdamW; 18 with a bfloat16 one
     offloaded_bytes: float = 0.0  # of those, in host memory: 12 with the optimiser offloaded
     offload_activations: bool = False
@@ -62,21 +61,31 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
     recipe: TrainingRecipe = TrainingRecipe()
 
     @property
+    def shard_count(self) -> int:
+        """Number of devices that divide a copy's weights, gradients and moments."""
+        mesh, shards = self.recipe.parallelism, self.recipe.shards
+        return self.devices if shards is None else mesh.tensor * mesh.pipeline * shards
+
+    @property
+    def _gathers(self) -> bool:
+        return self.shard_count > self.recipe.parallelism.tensor * self.recipe.parallelism.pipeline
+
+    @property
     def copies(self) -> int:
         """Number of data-parallel copies. Raises ConfigurationError where the devices can't be divided so."""
         mesh = self.recipe.parallelism
         dense_devices = mesh.tensor * mesh.pipeline * mesh.context
-        if self.devices % dense_devices or self.devices % mesh.expert:
+        if any(self.devices % count for count in (dense_devices, mesh.expert, self.shard_count)):
             raise ConfigurationError(
                 f"train: {self.devices} devices can't be divided into copies of tensor {mesh.tensor} x pipeline "
-                f"{mesh.pipeline} x context {mesh.context} and groups of {mesh.expert} for experts"
+                f"{mesh.pipeline} x context {mesh.context}, groups of {mesh.expert} for experts and "
+                f"{self.shard_count} shards"
             )
         return self.devices // dense_devices
 
     def memory(self, longest: float) -> TrainingMemory:
         """Return the bytes on each device for sequences of up to ``longest`` tokens."""
         recipe, model, mesh = self.recipe, self.model, self.recipe.parallelism
-        shard_count = self.devices if recipe.sharded else mesh.tensor * mesh.pipeline
         frozen_bytes = model.parameters * (1.0 - recipe.trained_share) * NUMBER_BYTES[recipe.dtype]
         states = model.parameters * recipe.trained_share * (recipe.state_bytes - recipe.offloaded_bytes) + frozen_bytes
         device_tokens = max(recipe.micro_batch_tokens, longest) / (mesh.tensor * mesh.context)
@@ -85,12 +94,13 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
         if recipe.offload_activations:  # two layers are on the device at a time
             activation_bytes *= min(1.0, 2.0 * mesh.pipeline / model.layers)
         gathered_bytes = 0.0
-        if recipe.sharded:  # two layers of the weights that a device computes with
+        if self._gathers:  # two layers of the weights that a device computes with
             weight_count = (model.parameters - model.expert_parameters) / (mesh.tensor * mesh.pipeline)
             weight_count += model.expert_parameters / (max(mesh.expert, mesh.tensor) * mesh.pipeline)
             gathered_bytes = 2.0 * weight_count / model.layers * NUMBER_BYTES[recipe.dtype]
         logits = min(device_tokens, recipe.logit_tokens or device_tokens) * model.vocabulary * _LOGIT_BYTES
-        return TrainingMemory(states=states / shard_count + gathered_bytes, activations=activation_bytes, logits=logits)
+        state_bytes = states / self.shard_count + gathered_bytes
+        return TrainingMemory(states=state_bytes, activations=activation_bytes, logits=logits)
 
     def require_memory(self, longest: float) -> None:
         """Raise ConfigurationError, with the largest part and a sufficient number of devices, where it doesn't fit."""
@@ -142,25 +152,27 @@ class TrainerRates(msgspec.Struct, frozen=True, kw_only=True):
         return seconds if scoring else seconds + self._optimiser_s()
 
     def _gathering_s(self, passes: float, micro_batches: float, scoring: bool) -> float:
-        """Return the seconds to gather sharded weights in each pass and to scatter gradients in the backward pass."""
-        recipe, mesh = self.recipe, self.recipe.parallelism
-        if self.copies == 1 and mesh.expert == 1:
-            return 0.0
+        """Return the seconds to gather divided weights in each pass, to scatter gradients in the backward pass, and to
+        sum them over copies once a step."""
+        recipe, mesh, shard_count = self.recipe, self.recipe.parallelism, self.shard_count
         weight_count = (self.model.parameters - self.model.expert_parameters) / (mesh.tensor * mesh.pipeline)
         weight_count += self.model.expert_parameters / (max(mesh.expert, mesh.tensor) * mesh.pipeline)
         nbytes = weight_count * NUMBER_BYTES[recipe.dtype]
-        gathered_bytes = (passes - (0 if scoring else 1)) * nbytes if recipe.sharded else 0.0
-        scattered = 0.0 if scoring else recipe.trained_share * nbytes * (1.0 if recipe.sharded else 2.0 / micro_batches)
-        link_bytes_per_s = self.device.link_bytes_per_s(self.devices)
-        return micro_batches * (gathered_bytes + scattered) / link_bytes_per_s
+        seconds, trained_bytes = 0.0, 0.0 if scoring else recipe.trained_share * nbytes
+        if self._gathers:
+            gathered_bytes = (passes - (0 if scoring else 1)) * nbytes
+            seconds += micro_batches * (gathered_bytes + trained_bytes) / self.device.link_bytes_per_s(shard_count)
+        if shard_count < self.devices and (self.copies > 1 or mesh.expert > 1):
+            summed_bytes = 2.0 * trained_bytes * mesh.tensor * mesh.pipeline / shard_count
+            seconds += summed_bytes / self.device.link_bytes_per_s(self.devices)
+        return seconds
 
     def _optimiser_s(self) -> float:
         """Return the seconds of an optimiser step.
 
         AdamW reads and writes its states once; if offloaded, gradients go to the host and weights come back."""
         recipe = self.recipe
-        shard_count = self.devices if recipe.sharded else recipe.parallelism.tensor * recipe.parallelism.pipeline
-        trained_weights = self.model.parameters * recipe.trained_share / shard_count
+        trained_weights = self.model.parameters * recipe.trained_share / self.shard_count
         if recipe.offloaded_bytes:
             return trained_weights * 6.0 / (self.device.figure("host_bytes_per_s") * self.device.reached.link)
         return trained_weights * 2.0 * recipe.state_bytes / self.device.memory_bytes_per_s

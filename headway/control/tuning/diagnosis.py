@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from headway.config.load import changed_experiment
+from headway.config.load import changed_experiment, placed_experiment
 from headway.config.schema import Experiment
 from headway.control.tuning.balance import Balance, balance_of, between_turns, measured_limits, waits_of
 from headway.control.tuning.drift import RECENT, find_drift
@@ -225,9 +225,12 @@ def _valid_splits(
     for replicas, ranks in sides:
         settings = {"generator.devices": json.dumps(replicas), "trainer.devices": json.dumps(ranks)}
         try:
-            split_experiment = changed_experiment(experiment, settings)
+            split_experiment = placed_experiment(experiment, settings)
         except ConfigurationError:
             continue
+        for key in ("shards", "context_parallel", "expert_parallel"):
+            if (number := getattr(split_experiment.trainer, key)) != getattr(experiment.trainer, key):
+                settings[f"trainer.{key}"] = str(number)
         split = DeviceSplit(
             settings=settings,
             replicas=len(replicas),

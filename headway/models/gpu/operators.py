@@ -285,7 +285,7 @@ _with_gradient(gated, _setup_gate, lambda ctx, grad: (gated_backward(grad, ctx.s
 def _chosen_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     scaled_cv = wide(logits) if temperature == 1.0 else wide(logits) / temperature
     logprobs_cv = torch.log_softmax(scaled_cv, dim=-1)
-    chosen_c = logprobs_cv.gather(-1, targets[:, None]).squeeze(-1)
+    chosen_c = logprobs_cv.gather(-1, targets[:, None])[:, 0].clone()  # no view: a loss may overwrite it
     probabilities_cv = logprobs_cv.exp()
     # For p = 0, p log p must be 0, not 0 x -inf.
     finite_cv = logprobs_cv.clamp_(min=torch.finfo(logprobs_cv.dtype).min)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 from headway.config.adapter import AdapterConfig, Quantization
 from headway.models.adapter_targets import ALL_LINEAR, BASE, WEIGHTS_FILE, base_digest, stored_metadata
 from headway.models.hf.model import HfModel
-from headway.models.hf.pixels import Pixels
 from headway.models.loading import checked
 from headway.models.lora import Dropout
-from headway.models.packed_model import PackedModel
+from headway.models.packed_model import PackedModel, WithoutAdapter
 from headway.records.errors import ConfigurationError
 
 _SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")  # keys that scale the product
@@ -104,43 +103,10 @@ class HfAdapter:
 
     def base_model(self) -> PackedModel:
         """The model without the adapter, which shares the weights' tensors."""
-        return _BaseOnly(self._model, self._peft)
+        return WithoutAdapter(self._model, self._peft.disable_adapter)
 
     def _peft_tensors(self) -> Mapping[str, Tensor]:
         return get_peft_model_state_dict(self._peft, save_embedding_layers=False)
-
-
-class _BaseOnly(PackedModel):
-    """An `HfModel` that computes every call without its adapter."""
-
-    shares_prefixes = False
-
-    def __init__(self, model: HfModel, peft: PeftModel) -> None:
-        super().__init__()
-        self.config, self.checkpointing = model.config, "none"
-        self._both = (model, peft)  # in a tuple, so that no parameter is counted twice
-
-    @property
-    def device(self) -> torch.device:
-        return self._both[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._both[0].dtype
-
-    def forward_packed(
-        self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None, pictures: Sequence[Pixels] = ()
-    ) -> Tensor:
-        """See `HfModel.forward_packed`."""
-        model, peft = self._both
-        with peft.disable_adapter():
-            return model.forward_packed(ids_n, lengths, continues, pictures)
-
-    def head(self, x_nd: Tensor) -> Tensor:
-        """See `HfModel.head`."""
-        model, peft = self._both
-        with peft.disable_adapter():
-            return model.head(x_nd)
 
 
 def _lora_config(settings: AdapterConfig, module: PreTrainedModel) -> LoraConfig:

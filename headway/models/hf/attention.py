@@ -24,21 +24,23 @@ from transformers.modeling_utils import AttentionInterface
 
 from headway.models.attention_plan import AttentionPlan
 from headway.models.kernels import PadDocuments, UnpadDocuments
+from headway.models.parallel.context import ContextRanks
 
 # Name of a plain implementation -> name of the packed one that calls it.
 PACKED = {"sdpa": "headway_packed", "eager": "headway_packed_eager"}
 
-_plan: ContextVar[AttentionPlan | None] = ContextVar("attention plan", default=None)
+_pack: ContextVar[tuple[AttentionPlan, ContextRanks | None] | None] = ContextVar("packed documents", default=None)
 
 
 @contextmanager
-def packing(plan: AttentionPlan) -> Iterator[None]:
-    """Make the models called in this block treat their row of tokens as the documents of ``plan``."""
-    reset_token = _plan.set(plan)
+def packing(plan: AttentionPlan, context: ContextRanks | None = None) -> Iterator[None]:
+    """Make the models called in this block treat their row of tokens as the documents of ``plan``, or as this rank's
+    slice of them."""
+    reset_token = _pack.set((plan, context))
     try:
         yield
     finally:
-        _plan.reset(reset_token)
+        _pack.reset(reset_token)
 
 
 class PackedMask:
@@ -47,8 +49,9 @@ class PackedMask:
     ``sees``: transformers' function of batch, head, query and key index; None: plain causality.
     """
 
-    def __init__(self, plan: AttentionPlan, sees: Callable[..., Any] | None) -> None:
+    def __init__(self, plan: AttentionPlan, context: ContextRanks | None, sees: Callable[..., Any] | None) -> None:
         self.plan = plan
+        self.context = context
         self._sees = sees
         self._made: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -73,12 +76,13 @@ def _make_mask(
     plain: Callable[..., Any], batch_size: int, q_length: int, kv_length: int, *args: Any, **kwargs: Any
 ) -> Any:
     """The mask of a model's layers: a `PackedMask` within `packing`, else that of ``plain``."""
-    plan = _plan.get()
-    if plan is None:
+    pack = _pack.get()
+    if pack is None:
         return plain(batch_size, q_length, kv_length, *args, **kwargs)
+    plan, context = pack
     local_size = kwargs.get("local_size")
     is_causal = kwargs.get("allow_is_causal_skip", True) and (local_size is None or local_size >= plan.longest)
-    return PackedMask(plan, None if is_causal else kwargs["mask_function"])
+    return PackedMask(plan, context, None if is_causal else kwargs["mask_function"])
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -101,14 +105,16 @@ def _attend(
     implementation adds its mask to the scores."""
     if not isinstance(attention_mask, PackedMask):
         return plain(module, query, key, value, attention_mask, *args, **kwargs)
-    plan = attention_mask.plan
+    plan, context = attention_mask.plan, attention_mask.context
     buckets, scatter_n = plan.buckets, plan.scatter_n
     gathers = [bucket.gather_bl for bucket in buckets]
+    parts = [rows[0].transpose(0, 1) for rows in (query, key, value)]
+    if context is not None:
+        parts = context.gather_tokens(parts, plan.tokens)
     padded: list[list[Tensor]] = []
-    for rows in (query, key, value):
-        heads = rows.shape[1]
-        packed = rows[0].transpose(0, 1).flatten(1)
-        blocks = PadDocuments.apply(packed, scatter_n, *gathers)
+    for part in parts:
+        heads = part.shape[1]
+        blocks = PadDocuments.apply(part.flatten(1), scatter_n, *gathers)
         padded.append(
             [
                 block.view(bucket.documents, bucket.length, heads, -1).transpose(1, 2)
@@ -121,7 +127,9 @@ def _attend(
         out = plain(module, q, k, v, mask, *args, **kwargs)[0]
         outputs.append(out.reshape(bucket.documents * bucket.length, -1))
     unpadded: Tensor = UnpadDocuments.apply(scatter_n, *outputs)  # pyright: ignore[reportAssignmentType]
-    return unpadded.view(1, plan.tokens, query.shape[1], -1), None
+    if context is not None:
+        unpadded = context.scatter_tokens(unpadded, plan.tokens)
+    return unpadded.view(1, query.shape[2], query.shape[1], -1), None
 
 
 for _name, _plain, _mask, _additive in (

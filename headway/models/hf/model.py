@@ -5,6 +5,7 @@ Shape suffixes: n packed tokens of all documents, d width, v vocabulary, b docum
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -26,12 +27,15 @@ from transformers.utils import logging as transformers_logging
 from headway.config.schema import Checkpointing
 from headway.models.attention_plan import AttentionPlan
 from headway.models.configuration import read_json
+from headway.models.families import FAMILIES
 from headway.models.hf.attention import PACKED, packing
 from headway.models.hf.configuration import HfConfig, ropes_by_length
 from headway.models.hf.pixels import Pixels
 from headway.models.kernels import UnpadDocuments
 from headway.models.loading import copy_tokenizer, parse_dtype, require_finite_tensors
 from headway.models.packed_model import PackedModel
+from headway.models.parallel.division import Division
+from headway.models.parallel.divisors import require_divisible, require_heads
 from headway.models.weight_files import weight_files
 from headway.records.errors import ConfigurationError
 
@@ -115,6 +119,29 @@ class HfModel(PackedModel):
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         self._checkpointing = chosen
 
+    def divide(self, division: Division) -> None:
+        context, text = division.context, self.module.config.get_text_config()
+        require_divisible(self.config, experts=1 if division.experts is None else division.experts.ranks.size)
+        if context is not None:
+            names = [name for name, _ in self.module.named_parameters() if name.endswith("sinks")]
+            reasons = {
+                "documents aren't packed": not self.packs,
+                "rows with pictures aren't packed": self.takes_pictures,
+                f"attention sinks ({', '.join(names[:1])}) are of all heads": bool(names),
+                "rotary embeddings change with the longest row": self.rope_by_length,
+            }
+            if reason := next((reason for reason, is_met in reasons.items() if is_met), ""):
+                raise ConfigurationError(
+                    f"trainer.context_parallel = {context.ranks.size}: not supported for transformers' "
+                    f"{self.config.model_type}: {reason}; valid: 1, or an architecture without that, such as "
+                    f"{', '.join(FAMILIES)}"
+                )
+            heads = text.num_attention_heads
+            # A layer's module repeats key/value heads by the number of query heads for each, which copies would change.
+            kv_heads = getattr(text, "num_key_value_heads", None) or heads
+            require_heads(heads, kv_heads, context.ranks.size, copied=False)
+        super().divide(division)
+
     def forward_packed(
         self, ids_n: Tensor, lengths: list[int], continues: list[int] | None = None, pictures: Sequence[Pixels] = ()
     ) -> Tensor:
@@ -123,6 +150,8 @@ class HfModel(PackedModel):
         share a prefix, and for a document that would change the rotary embeddings of the others."""
         if continues is not None and any(prefix >= 0 for prefix in continues):
             raise ValueError("a model of transformers computes whole documents: none may continue another")
+        if (context := self.division.context) is not None:
+            ids_n, lengths = context.padded(ids_n, lengths)
         plan = AttentionPlan.build(lengths, self.device)
         if plan.tokens != ids_n.shape[0]:
             raise ValueError(f"lengths add up to {plan.tokens} tokens, but {ids_n.shape[0]} ids were given")
@@ -130,40 +159,57 @@ class HfModel(PackedModel):
             raise ValueError(
                 f"a document of {plan.longest} tokens is beyond the context of {self.config.max_positions}"
             )
-        return self._packed(ids_n, plan) if self.packs and not any(pictures) else self._by_rows(ids_n, plan, pictures)
+        packs = self.packs and not any(pictures)
+        rows = [] if packs else self._rows(ids_n, plan, pictures)
+        most_calls = calls = 1 if packs else len(rows)
+        if not self.packs or self.takes_pictures:
+            most_calls = self.most_calls(calls)  # before the first of them, since it is a collective too
+        hidden_nd = self._packed(ids_n, plan) if packs else self._by_rows(rows, plan)
+        for _ in range(calls, most_calls):
+            ids_11 = torch.full((1, 1), int(self._image_token == 0), device=ids_n.device)
+            hidden_nd = hidden_nd + self._hidden(ids_11)[0, :, :0].sum()  # 0, with gradients of 0
+        return hidden_nd
 
     def _packed(self, ids_n: Tensor, plan: AttentionPlan) -> Tensor:
+        context = self.division.context
+        rows = slice(None) if context is None else context.rows(plan.tokens)
+        ids_n, positions_n = ids_n[rows], plan.positions_n[rows]
         # A mask of ones keeps transformers from searching for borders of documents, which the plan has.
         ones_mask = torch.ones_like(ids_n)[None]
-        with packing(plan):
-            return self._hidden(ids_n[None], position_ids=plan.positions_n[None], attention_mask=ones_mask)[0]
+        with packing(plan, context):
+            return self._hidden(ids_n[None], position_ids=positions_n[None], attention_mask=ones_mask)[0]
 
-    def _by_rows(self, ids_n: Tensor, plan: AttentionPlan, pictures: Sequence[Pixels]) -> Tensor:
+    def _by_rows(self, rows: list[tuple[Tensor, list[Pixels]]], plan: AttentionPlan) -> Tensor:
         if not self._padding_logged:
             self._padding_logged = True
             padding_share = 1 - plan.tokens / sum(bucket.documents * bucket.length for bucket in plan.buckets)
             _log.warning("%s: %.0f %% of the first micro-batch is padding", self.config.model_type, 100 * padding_share)
-        pixels_by_start = dict(zip(itertools.accumulate(plan.lengths, initial=0), pictures, strict=False))
         outputs: list[Tensor] = []
+        for ids_bl, pixels in rows:
+            more = self.picture_arguments(ids_bl, pixels, self._body_takes) if any(pixels) else {}
+            outputs.append(self._hidden(ids_bl, **more).flatten(0, 1))
+        return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
+
+    def _rows(
+        self, ids_n: Tensor, plan: AttentionPlan, pictures: Sequence[Pixels]
+    ) -> list[tuple[Tensor, list[Pixels]]]:
+        """The rows of token ids of each call, and their pictures. Rows are computed one by one if shapes differ, or if
+        it isn't known that an architecture's arrays may be concatenated: some hold positions within one prompt."""
+        pixels_by_start = dict(zip(itertools.accumulate(plan.lengths, initial=0), pictures, strict=False))
+        calls: list[tuple[Tensor, list[Pixels]]] = []
         for bucket in plan.buckets:
             index_bl = bucket.gather_bl.view(bucket.documents, bucket.length)
             ids_bl = ids_n[index_bl]
             if self._image_token is not None:  # padding must not contain the image token
                 ids_bl[:, 1:].masked_fill_(index_bl.diff() == 0, int(self._image_token == 0))
-            row_pictures = [pixels_by_start[start] for start in index_bl[:, 0].tolist()] if pictures else [{}]
-            outputs.append(self._rows(ids_bl, row_pictures).flatten(0, 1))
-        return UnpadDocuments.apply(plan.scatter_n, *outputs)  # pyright: ignore[reportReturnType]
-
-    def _rows(self, ids_bl: Tensor, pictures: Sequence[Pixels]) -> Tensor:
-        """Hidden states as of `_hidden`, of rows with these pictures. Rows are computed one by one if shapes differ, or
-        if it isn't known that an architecture's arrays may be concatenated: some hold positions within one prompt."""
-        if not any(pictures):
-            return self._hidden(ids_bl)
-        shapes = {tuple((name, array.shape[1:]) for name, array in pixels.items()) for pixels in pictures}
-        if len(pictures) > 1 and (len(shapes) > 1 or self.config.model_type not in _BATCHED_PICTURES):
-            rows = zip(ids_bl[:, None], pictures, strict=True)
-            return torch.cat([self._rows(ids_1l, [pixels]) for ids_1l, pixels in rows])
-        return self._hidden(ids_bl, **self.picture_arguments(ids_bl, pictures, self._body_takes))
+            starts = index_bl[:, 0].tolist() if pictures else []
+            pixels: list[Pixels] = [pixels_by_start[start] for start in starts] or [{}]
+            shapes = {tuple((name, array.shape[1:]) for name, array in of_row.items()) for of_row in pixels}
+            if len(pixels) > 1 and (len(shapes) > 1 or self.config.model_type not in _BATCHED_PICTURES) and any(pixels):
+                calls += [(ids_1l, [of_row]) for ids_1l, of_row in zip(ids_bl[:, None], pixels, strict=True)]
+            else:
+                calls.append((ids_bl, pixels))
+        return calls
 
     def picture_arguments(self, ids_bl: Tensor, pictures: Sequence[Pixels], taken: Container[str]) -> dict[str, Tensor]:
         """Further arguments of a forward() over rows of ids, for each row's pictures. ``taken``: names it accepts."""
@@ -196,25 +242,34 @@ class HfModel(PackedModel):
 
     def tensors_in_files(self) -> dict[str, Tensor]:
         """The tensors that `save` writes, by their names in the loaded folder; a tied tensor occurs once."""
-        named_tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        kept_tensors = {name: tensor for name, tensor in self.module.state_dict().items() if name in named_tensors}
-        return revert_weight_conversion(self.module, kept_tensors)
+        return revert_weight_conversion(self.module, stored_parts(self.module))
 
-    def save(self, path: str | Path, source: str | Path | None = None) -> None:
+    def save(self, path: str | Path, source: str | Path | None = None, *, by_rows: bool = False) -> None:
         """Write the folder ``path`` so that transformers and `load_hf` can read it. Not atomic: callers write into a
-        scratch folder and rename it. ``source``: a model folder whose tokenizer and code are copied too."""
-        folder = Path(path)
+        scratch folder and rename it. ``source``: a model folder whose tokenizer and code are copied too. ``by_rows``:
+        without the weights, which will be float32."""
+        folder, config = Path(path), self.module.config
         folder.mkdir(parents=True, exist_ok=True)
         if self._router_logits:
-            self.module.config.output_router_logits = True
+            config.output_router_logits = True
         try:
-            self.module.save_pretrained(folder)
+            if by_rows:
+                (written_config := copy.deepcopy(config)).dtype = torch.float32
+                written_config.save_pretrained(folder)
+            else:
+                self.module.save_pretrained(folder)
         finally:
             if self._router_logits:
-                self.module.config.output_router_logits = False
+                config.output_router_logits = False
         if source is not None:
             code_files = sorted(file.name for file in Path(source).glob("*.py"))
             copy_tokenizer(Path(source), folder, (*_PROCESSOR_FILES, *code_files))
+
+
+def stored_parts(module: PreTrainedModel) -> dict[str, Tensor]:
+    """The parameters and buffers that the module's files have; a tied tensor occurs once."""
+    named_tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: tensor for name, tensor in module.state_dict().items() if name in named_tensors}
 
 
 class _HiddenOutput(BaseModelOutputWithPast):
@@ -268,6 +323,14 @@ def load_hf(
     for tensor in (*module.parameters(), *module.buffers()):  # a mapped file has any alignment, which changes bits
         tensor.data = tensor.data.clone()
     require_finite_tensors(str(folder), dict(module.named_parameters()))
+    model = with_interface(module, config, folder)
+    choose_packing(model)
+    return model
+
+
+def with_interface(module: PreTrainedModel, config: HfConfig, folder: Path) -> HfModel:
+    """The model of a module, loaded from ``folder`` or to be filled from it. Raises ConfigurationError for a module
+    that can't be trained."""
     module.eval()  # without dropout: the policy that is trained is the one that sampled
     if getattr(module.config, "vision_config", None) and module.get_decoder() in (module, module.base_model):
         raise ConfigurationError(
@@ -286,8 +349,16 @@ def load_hf(
             config.model_type,
             config.max_positions,
         )
-    _choose_packing(model)
     return model
+
+
+def auto_class_of(folder: Path) -> Any:
+    """transformers' class that makes the module of a model folder: of a text model, or of one that takes pictures."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as texts
+
+    raw = read_json(folder / "config.json")
+    is_text_model = raw["model_type"] in texts or "AutoModelForCausalLM" in (raw.get("auto_map") or {})
+    return AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
 
 
 def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -296,13 +367,8 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrain
     transformers_logging.set_verbosity_error()  # hides its table of tensors: the error below names them
     transformers_logging.disable_progress_bar()
     load_options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code, "dtype": dtype}
-    raw = read_json(folder / "config.json")
     try:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as texts
-
-        is_text_model = raw["model_type"] in texts or "AutoModelForCausalLM" in (raw.get("auto_map") or {})
-        auto_class = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
-        module, report = auto_class.from_pretrained(folder, output_loading_info=True, **load_options)  # pyright: ignore[reportGeneralTypeIssues]
+        module, report = auto_class_of(folder).from_pretrained(folder, output_loading_info=True, **load_options)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, AttributeError, TypeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -323,9 +389,10 @@ def _load(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrain
 
 
 @torch.no_grad()
-def _choose_packing(model: HfModel) -> None:
-    """Make ``model`` pack documents if that gives each the hidden states that it has alone, else log the reason."""
-    reason = _packing_obstacle(model)
+def choose_packing(model: HfModel) -> None:
+    """Make ``model`` pack documents if that gives each the hidden states that it has alone, else log the reason. All
+    ranks that divide it must call this."""
+    reason = model.compute(partial(_packing_obstacle, model))
     model.packs = not reason
     if reason:
         _log.warning(

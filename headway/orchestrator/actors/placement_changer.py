@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from headway.config.load import changed_experiment
+from headway.config.load import placed_experiment
 from headway.config.schema import Experiment
 from headway.control.stalls import LOOPS
 from headway.control.tuning.knob_search import first_knobs
@@ -21,7 +21,6 @@ from headway.records.plan import ExecutedMove, PlacementFile, PlannedMove, RunPl
 from headway.runtime.devices import interchangeable, parse_device
 from headway.runtime.run_directory import RunDirectory, placement_of
 from headway.telemetry.ledger import EVENT_PLAN_CHANGED, EVENT_PLAN_KEPT
-from headway.trainer.checkpoints import checkpoint_path
 
 
 class MoveAction(NamedTuple):
@@ -93,10 +92,10 @@ class PlacementChanger:
     that was in effect before the move.
     """
 
-    def __init__(self, run: RunContext, checkpoint: Callable[[], Awaitable[None]]) -> None:
-        """``checkpoint()`` writes one of the present version."""
+    def __init__(self, run: RunContext, ensure_checkpoint: Callable[[], Awaitable[None]]) -> None:
+        """``ensure_checkpoint()`` returns when there is one of the present version."""
         self._run = run
-        self._checkpoint = checkpoint
+        self._configured, self._ensure_checkpoint = run.experiment, ensure_checkpoint
         self._present = placement_of(run.experiment)  # the actual one, also amid a move
         self._names = {device: f"generator-{i}" for i, device in enumerate(self._present.generator)}  # of replicas
 
@@ -154,8 +153,7 @@ class PlacementChanger:
                     raise outcome
         elif action.kind == "stop":
             await run.state.finish_update()
-            if not checkpoint_path(run.directory, run.state.version).exists():
-                await self._checkpoint()
+            await self._ensure_checkpoint()
             # Killed, not stopped: the weights that it has published stay readable for a replica that joins or restarts.
             await pools.trainer.kill()
             self._present = msgspec.structs.replace(self._present, trainer=())
@@ -185,7 +183,7 @@ class PlacementChanger:
     def _store_present(self, pools: WorkerPools) -> None:
         """Make the present placement the run's: for its knobs, for the controller, and for a resume."""
         run, knobs = self._run, self._run.state.knobs
-        run.experiment = changed_experiment(run.experiment, self._present.settings)
+        run.experiment = placed_experiment(self._configured, self._present.settings)
         kept_knobs = {"steps_per_publish": knobs.steps_per_publish, "verifier_workers": knobs.verifier_workers}
         run.state.knobs = msgspec.structs.replace(first_knobs(run.experiment), **kept_knobs)
         run.state.changed.notify()

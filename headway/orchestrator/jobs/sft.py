@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -21,9 +20,8 @@ from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
 from headway.runtime.clock import RealClock
 from headway.runtime.file_lock import FileLock
-from headway.runtime.fork_server import MODEL_CODE
-from headway.runtime.workers import WorkerSpec
 from headway.trainer.checkpoints import recover_folder, require_replaceable
+from headway.trainer.rank_workers import RankWorkers
 from headway.weights.slots import reap
 
 _SERVICE = "headway.trainer.supervised:SupervisedService"
@@ -103,16 +101,17 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
     sft_tokens = read_sft_tokens(experiment)
     on_progress(sft_tokens.counts)
     async with AsyncExitStack() as stack:
-        arguments = {"experiment": json.loads(experiment.model_dump_json()), "run_id": identity}
-        spec = WorkerSpec(name="sft", factory=_SERVICE, arguments=arguments, device=settings.device, preload=MODEL_CODE)
         machines = await stack.enter_async_context(
-            open_machines(experiment, clock, run_id=identity, origin=settings.device)
+            open_machines(experiment, clock, run_id=identity, origin=settings.devices[0])
         )
-        trainer = await machines.launcher.start(spec)
+        trainer = RankWorkers(
+            machines.launcher, experiment, identity, settings.devices, _SERVICE, name="sft", host_of=machines.host_of
+        )
+        await trainer.start()
         stack.push_async_callback(trainer.stop)
         rows = len(sft_tokens.lengths_s)
         held = 0 if settings.steps else min(_MOST_HELD_OUT, round(_HELD_OUT_SHARE * rows))
-        await trainer.call("prepare", sft_tokens.token_ids_n, sft_tokens.learned_n, sft_tokens.lengths_s, held)
+        await trainer.call_all("prepare", sft_tokens.token_ids_n, sft_tokens.learned_n, sft_tokens.lengths_s, held)
         scorer: Scorer | None = None
         if settings.evaluate_every_steps:
             scorer = Scorer(machines.experiment, "validation", machines)
@@ -125,11 +124,11 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
         while step < total_steps:
             report_every = min(25, math.ceil(epoch)) if held else 25
             chunk_steps = min(settings.evaluate_every_steps or report_every, total_steps - step)
-            report: dict[str, Any] = await trainer.call("steps", chunk_steps)
+            report: dict[str, Any] = (await trainer.call_all("steps", chunk_steps))[0]
             step += chunk_steps
             report |= {"step": step, "steps": total_steps, "time_s": clock.now() - started_s}
             if scorer is not None:
-                weights: PublishedWeights = await trainer.call("publish", step)
+                weights: PublishedWeights = (await trainer.call_all("publish", step))[0]
                 await scorer.generator.update_weights(weights)
                 record = await scorer.score("during", step)
                 new_scores = _scores(record)
@@ -138,10 +137,10 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
                 solve_rate = 0.0 if record.mostly_failed else record.solve_rate
                 evaluations.append({"step": step, "loss_mean": report["loss_mean"], **new_scores})
             if held and report["version"] and (step == total_steps or step // epoch > (step - chunk_steps) // epoch):
-                report["held_out_loss"] = loss = await trainer.call("held_out_loss")
+                report["held_out_loss"] = loss = (await trainer.call_all("held_out_loss"))[0]
                 if loss <= lowest_loss:
                     lowest_loss, lowest_step, kept_scores = loss, step, scores
-                    await trainer.call("save", settings.output, _metrics(report))
+                    await trainer.call_all("save", settings.output, _metrics(report))
                 else:
                     rise_text = f"from {lowest_loss:.4g} to {loss:.4g}"
                     report["ended"] = f"the held-out loss rose {rise_text}: the model of step {lowest_step} is kept"
@@ -161,7 +160,7 @@ async def _sft(experiment: Experiment, identity: str, on_progress: Progress) -> 
             raise NoProgress(f"all {step} steps were skipped: no loss or gradient was finite; nothing was saved")
         if lowest_step < step and "ended" not in report:
             kept_scores = scores
-            await trainer.call("save", settings.output, _metrics(report))
+            await trainer.call_all("save", settings.output, _metrics(report))
         final_fields = {key: figure for key, figure in result.items() if key not in _SCORES}
         card_fields = final_fields | kept_scores
         with suppress(HeadwayError):  # the model is written, and matters more than its card

@@ -212,7 +212,7 @@ def device_names(experiment: Experiment) -> tuple[tuple[str, tuple[str, ...]], .
     return (
         ("generator.devices", experiment.generator.devices),
         ("trainer.devices", experiment.trainer.devices),
-        ("sft.device", (experiment.sft.device,)),
+        ("sft.devices", experiment.sft.devices),
     )
 
 

@@ -17,8 +17,8 @@ from headway.control.tuning.forecast import LEAST_GROUPS
 from headway.generator.client import GeneratorPool
 from headway.orchestrator.nodes.machines import Machines, NodeCheck, open_machines
 from headway.orchestrator.preflight.calibration_load import CalibrationLoad
+from headway.orchestrator.preflight.capacity import exports_weights, peak_resident_bytes
 from headway.orchestrator.preflight.logprob_agreement import require_agreement, trainer_scores
-from headway.orchestrator.preflight.memory import exports_weights, peak_resident_bytes
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
 from headway.orchestrator.task_sets import named_verifiers
 from headway.records.check_report import Calibration

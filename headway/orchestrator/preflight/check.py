@@ -16,7 +16,9 @@ from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig, adapter_size, read_config
+from headway.models.parallel.divisors import require_divisible
 from headway.models.sizes import sizes_of
+from headway.orchestrator.preflight.capacity import layout_findings, memory_findings, memory_places, nearest_folder
 from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.devices import device_findings
@@ -24,7 +26,7 @@ from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.episode import episode_findings
 from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.hooks import function_findings, require_kernel_services, require_known_calls
-from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses, nearest_folder
+from headway.orchestrator.preflight.memory import memory_uses
 from headway.orchestrator.preflight.pictures import picture_findings
 from headway.orchestrator.preflight.run_directory import directory_findings
 from headway.orchestrator.preflight.sandboxes import sandbox_findings
@@ -85,6 +87,7 @@ def check(
         _model,
         _reference,
         _adapter,
+        _ranks,
         _tokenizer,
         _tasks,
         _prompts,
@@ -182,6 +185,15 @@ def _adapter(inputs: _Inputs, findings: Findings) -> None:
             "trainer.learning_rate",
             f"{learning_rate:g} is a rate for training a whole model; adapters learn as fast at about ten times that",
         )
+
+
+def _ranks(inputs: _Inputs, findings: Findings) -> None:
+    trainer = inputs.experiment.trainer
+    _, context, experts = trainer.layout_of(len(trainer.devices))
+    for key, options in (("context_parallel", {"context": context}), ("expert_parallel", {"experts": experts})):
+        with findings.refused(f"trainer.{key}"):
+            if inputs.model is not None:
+                require_divisible(inputs.model, **options)
 
 
 def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
@@ -419,10 +431,12 @@ def _space(inputs: _Inputs, findings: Findings) -> None:
     if inputs.model is None:
         return
     try:
-        uses = memory_uses(inputs.experiment, sizes_of(inputs.experiment.model.path))
+        sizes = sizes_of(inputs.experiment.model.path)
+        uses = memory_uses(inputs.experiment, sizes)
+        findings += memory_findings(uses, memory_places(uses, machine=inputs.machine))
+        findings += layout_findings(inputs.experiment, sizes, inputs.machine)
     except ConfigurationError:
-        uses = []  # a device or a reference model that isn't there: reported already
-    findings += memory_findings(uses, memory_places(uses, machine=inputs.machine))
+        pass  # a device or a reference model that isn't there: reported already
     folder = nearest_folder(Path(inputs.experiment.run.directory))
     if not os.access(folder, os.W_OK):
         findings.error("run.directory", f"{folder} can't be written to")

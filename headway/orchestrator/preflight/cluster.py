@@ -10,8 +10,9 @@ from pathlib import Path
 from headway.config.schema import Experiment
 from headway.models.sizes import sizes_of
 from headway.orchestrator.nodes.machines import Machines, NodeCheck, device_names, open_machines
+from headway.orchestrator.preflight.capacity import gibibytes, memory_findings, memory_places, nearest_folder
 from headway.orchestrator.preflight.findings import Findings
-from headway.orchestrator.preflight.memory import gibibytes, memory_findings, memory_places, memory_uses, nearest_folder
+from headway.orchestrator.preflight.memory import memory_uses
 from headway.records.errors import HeadwayError
 from headway.records.node import NodeConditions
 from headway.runtime.addresses import machine_addresses
@@ -84,8 +85,13 @@ async def _check_nodes(experiment: Experiment, deep: bool, on_progress: Callable
             for node_checks in await asyncio.gather(*(_check_node(node, machines, deep) for node in nodes.values())):
                 findings += node_checks
             assert machines.mirrors is not None
-            reader_nodes = (parse_device(device).node for device in machines.experiment.generator.devices)
-            for reason in await machines.mirrors.problems(name for name in reader_nodes if not name or name in nodes):
+            trainer, generator = machines.experiment.trainer, machines.experiment.generator
+            first_copy = trainer.devices[: trainer.shards_of(len(trainer.devices))]
+            publishers, readers = (
+                [name for name in (parse_device(device).node for device in devices) if not name or name in nodes]
+                for devices in (first_copy, generator.devices)
+            )
+            for reason in await machines.mirrors.problems(readers, publishers):
                 findings.error("cluster.port_range", f"{reason}; open these ports between the machines of the run")
     reach_hint = f"it must reach {cluster.address} past firewalls (this machine is {', '.join(machine_addresses())})"
     for name, reason in missing_reasons.items():

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.config.auto import Machine, resolve
+from headway.config.auto import AUTO, Machine, resolve
 from headway.config.load import apply_overrides, read_toml, validate_experiment
 from headway.config.schema import Experiment
 from headway.models.hf.configuration import implementation_of
 from headway.models.hf.downloads import model_folder
+from headway.orchestrator.preflight.capacity import fewest_shards
 from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.gpus import read_machine
 from headway.runtime.run_directory import RunDirectory
@@ -41,7 +42,12 @@ def prepared(raw: dict[str, Any], origin: str, *, resume: bool = False, machine:
                 model = model | {key: folder}
         raw = raw | {"model": model}
     resolved = resolve(raw, machine, in_transformers=_in_transformers(model), kept=stored_experiment)
-    return validate_experiment(resolved, origin)
+    experiment, trainer = validate_experiment(resolved, origin), raw.get("trainer")
+    is_auto = not isinstance(trainer, dict) or trainer.get("shards", AUTO) == AUTO
+    if not is_auto or len(experiment.trainer.devices) == 1:
+        return experiment
+    update = {"shards": fewest_shards(experiment, machine)}
+    return experiment.model_copy(update={"trainer": experiment.trainer.model_copy(update=update)})
 
 
 def _stored(run: object) -> Mapping[str, Any] | None:

@@ -12,12 +12,17 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 - trainer rank: float32 weights, gradients and two moments 16·P, in bfloat16 (`trainer/master_weights.py`) the weights
   once more, 18·P; beside an adapter of A weights b·P, quantised P or 0.57·P, and 16·A or 18·A; the reference model P·b;
   activations of a micro-batch (`ModelSizes.activation_bytes`,
-  `score_bytes`); logits of one chunk. With several ranks gradients are summed in one more copy, 4·P
+  `score_bytes`); logits of one chunk. Copies sum gradients in one more copy of up to 2^26 of them, or of the largest
+  matrix. With ``shards`` a rank has 1/shards of weights, gradients and moments, in float32 alone; beside them what is
+  outside of the layers is complete, and three layers, with the gradients of one of both (trainer/sharding.py).
+  ``context_parallel`` ranks are shards too, and each has its part of a micro-batch's tokens; of ``expert_parallel``
+  ranks each gathers its experts alone. ``host_memory`` has the moments in the machine's memory, or all that is divided
 - a GPU that both sides share under ``run.offload``: the larger side alone, and both contexts; what they offload is in
   the machine's memory
 - published weights: 3 versions of P·b (of an adapter A·b) in /dev/shm, which is main memory and counted there too; the
   system shows them once more in every process that reads them. The trainer's GPU has a snapshot, P·b, until it is
-  copied: in the memory of the gradients, which are freed then. `exports_weights` says where the GPU has the versions
+  copied: in the memory of the gradients, which are freed then. `capacity.exports_weights` says where the GPU has
+  the versions
 - checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
 - kept sets: the ids of every response token where top_p or top_k leave some out, as many as
@@ -31,30 +36,24 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
 from __future__ import annotations
 
 import dataclasses
-import shutil
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from headway.config.auto import Machine
 from headway.config.engines import starts_vllm
-from headway.config.schema import Experiment
+from headway.config.schema import Experiment, TrainerConfig
 from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, whole_blocks
 from headway.models.adapter_targets import adapted_targets
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import adapter_size, implementation_of
+from headway.models.parallel.divisors import require_heads
 from headway.models.routing import replayed_routing
 from headway.models.sizes import ModelSizes, logit_rows, sizes_of
-from headway.orchestrator.preflight.findings import Findings
-from headway.records.check_report import MemoryPlace, MemoryUse
+from headway.records.check_report import MemoryUse
+from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, sharing, split_node
-from headway.runtime.nodes.conditions import machine_memory
-from headway.runtime.nodes.gpus import read_machine
 from headway.tokens.grammar import MOST_CACHED_BYTES
 from headway.weights.slots import SHARED_MEMORY
-
-GIB = 2**30
-FULL_SHARE = 0.9  # of the free bytes: beyond it, a warning
 
 # Resident memory of a process before it holds any model: Python, and torch where it is used. Measured on Linux with
 # torch's CPU build: 246, 692 (a replica with vLLM), 360, 110, 44 and 38 MiB, and rounded up (a CUDA build adds the
@@ -78,9 +77,9 @@ _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-
 _TOKEN_BYTES_ON_DISK = 14
 _RECORDED_TOKEN_BYTES, _RECORDED_ROLLOUT_BYTES = 17, 400
 
-
+_SUMMED_VALUES = 1 << 26  # of one sum of gradients over copies: trainer/ranks.py
 _OFFLOADED_PARTS = ("weights", "gradients", "AdamW", "adapter", "KV cache")
-_OF_NODE = " of node "  # in the name of a place
+OF_NODE = " of node "  # in the name of a place
 
 
 def bytes_of(dtype: str) -> int:
@@ -131,24 +130,6 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     return [*_generators(experiment, model), *_trainers(experiment, model), *other_uses]
 
 
-def exports_weights(experiment: Experiment, machine: Machine | None = None) -> bool:
-    """Whether versions stay in the memory of rank 0's GPU, two at a time, for replicas on this machine's GPUs. Their
-    buffers are then there too, in the memory that loading took, unless the weights are float32."""
-    generator, trainer_device = experiment.generator, experiment.trainer.devices[0]
-    on_gpus = all(name.startswith("cuda:") for name in (trainer_device, *generator.devices))
-    is_changing = experiment.run.offload or experiment.control.devices == "move"
-    if generator.engine != "torch" or experiment.model.adapter is not None or is_changing or not on_gpus:
-        return False
-    model, copies = sizes_of(experiment.model.path), Counter({trainer_device: 2})
-    copies.update(generator.devices if generator.dtype == "float32" else ())
-    copy_bytes = model.parameters * bytes_of(generator.dtype)
-    return all(
-        location.needed_bytes + copies[location.name] * copy_bytes <= FULL_SHARE * (location.capacity_bytes or 0)
-        for location in memory_places(memory_uses(experiment, model), machine=machine)
-        if location.name in copies
-    )
-
-
 def expert_bytes(experiment: Experiment) -> int:
     """Bytes that the recorded experts of a token take; 0 where none are replayed."""
     routing = replayed_routing(experiment)
@@ -184,7 +165,7 @@ def _recorded_bytes(experiment: Experiment) -> int:
 def _published_to(experiment: Experiment) -> list[str]:
     """The places of published weights: this machine's shared memory, and that of nodes that generate."""
     nodes = dict.fromkeys(parse_device(device).node for device in experiment.generator.devices)
-    return [str(SHARED_MEMORY), *(f"{SHARED_MEMORY}{_OF_NODE}{node}" for node in nodes if node)]
+    return [str(SHARED_MEMORY), *(f"{SHARED_MEMORY}{OF_NODE}{node}" for node in nodes if node)]
 
 
 def _generators(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
@@ -198,8 +179,7 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
     """``width``: bytes of a number it computes with, which KV and weights are kept as."""
     settings, weight_count = experiment.generator, model.parameters
     if settings.engine == "vllm-server":
-        weight_bytes = weight_count * bytes_of(settings.dtype)
-        parts = {"base": BASE_BYTES["generator"], "update buffer": weight_bytes, "written for the server": weight_bytes}
+        parts = {"base": BASE_BYTES["generator"], "written for the server": weight_count * bytes_of(settings.dtype)}
         yield MemoryUse(name=name, location="memory", parts=parts)
         name = f"{name}'s server"
     if settings.engine != "torch":
@@ -227,7 +207,7 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
 
 
 def _vllm(experiment: Experiment, model: ModelSizes, name: str, device: str) -> Iterator[MemoryUse]:
-    """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights completely."""
+    """Memory of a vLLM replica. Each rank is a process on a GPU of its own, and reads new weights where they are."""
     settings, width = experiment.generator, bytes_of(experiment.generator.dtype)
     arguments, rank_count = settings.engine_arguments, settings.engine_arguments.get("tensor_parallel_size", 1)
     weight_bytes = model.parameters * width
@@ -244,7 +224,7 @@ def _vllm(experiment: Experiment, model: ModelSizes, name: str, device: str) -> 
         "KV cache": arguments.get("kv_cache_memory_bytes", kv_bytes),
         "activations": _step_bytes(experiment, model, width),
     }
-    host_parts = {"base": BASE_BYTES["vllm"], "update buffer": weight_bytes}
+    host_parts = {"base": BASE_BYTES["vllm"]}
     if on_cpu:
         yield from _on_device(experiment, name, device, device_parts, host_parts)
         return
@@ -276,46 +256,149 @@ def _step_bytes(experiment: Experiment, model: ModelSizes, width: int) -> int:
 
 
 def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
-    settings, weight_count, trained_count = experiment.trainer, model.parameters, trained_weights(experiment, model)
-    checkpointing, quantization = settings.gradient_checkpointing, experiment.model.quantization
-    is_adapted, width = experiment.model.adapter is not None, bytes_of(settings.dtype)
-    matrix_bytes = _QUANTISED_BYTES_OF_WEIGHT.get(quantization or "", width)  # of a weight that may be quantised
-    base = width * model.outside + round(matrix_bytes * (weight_count - model.outside)) if is_adapted else 0
-    master_bytes = 4 + (width if settings.dtype != "float32" else 0)  # and the weight that the model computes with
-    batch_tokens, rank_count = max(settings.micro_batch_tokens, experiment.max_sequence_tokens), len(settings.devices)
-    if settings.micro_batch_samples is not None:
-        batch_tokens = settings.micro_batch_samples * experiment.max_sequence_tokens
+    settings = experiment.trainer
     sample_count = experiment.queue.groups_per_step * experiment.largest_group
-    batch_tokens = min(batch_tokens, -(-sample_count // max(1, rank_count)) * experiment.max_sequence_tokens)
-    in_place = parse_device(split_node(settings.devices[0])[1]).kind != "cpu" and not experiment.kept_sets
-    rows = logit_rows(model.vocabulary_size, on_gpu=in_place)
-    logit_bytes = width if in_place else 4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)
-    device_parts = {
-        "weights": base + master_bytes * trained_count,
-        "gradients": 4 * trained_count * (2 if rank_count > 1 else 1),
-        "AdamW": 8 * trained_count,
-        "activations": model.activation_bytes(batch_tokens, width, checkpointing)
-        + model.score_bytes(batch_tokens, experiment.max_sequence_tokens, width, checkpointing)
-        + 2 * batch_tokens * expert_bytes(experiment),
-        "logits": min(rows, batch_tokens) * model.vocabulary_size * logit_bytes,
+    device_parts, moved_parts = trainer_parts(experiment, model)
+    writers = 1 if experiment.model.adapter is not None else RankLayout.of(settings).ranks
+    for rank, device in enumerate(settings.devices):
+        host_parts = {"base": BASE_BYTES["trainer"]} | moved_parts
+        host_parts |= _of_sets(sample_count * kept_set_bytes(experiment, model))
+        host_parts |= _of_grammars(experiment) if experiment.kept_sets else {}
+        if not experiment.run.offload and rank < writers:  # the copy that is written beside the next steps
+            host_parts["checkpoint"] = 3 * (device_parts | moved_parts)["AdamW"] // 2
+        yield from _on_device(experiment, f"trainer-{rank}", device, device_parts, host_parts)
+
+
+def trainer_parts(experiment: Experiment, model: ModelSizes) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes that a trainer rank needs on its device, and those that ``trainer.host_memory`` has in the machine's
+    memory instead."""
+    settings, is_adapted, width = experiment.trainer, experiment.model.adapter is not None, _trainer_width(experiment)
+    ranks, layout = len(settings.devices), RankLayout.of(settings)
+    gathers = max(layout) > 1 or settings.host_memory == "all"
+    experts = sum(layer.experts for layer in model.layers)
+    matrix_bytes = _QUANTISED_BYTES_OF_WEIGHT.get(experiment.model.quantization or "", width)
+    matrix_count = layout.rows_of(model.parameters - experts - model.outside, experts)
+    base_bytes = width * layout.rows_of(model.outside) + round(matrix_bytes * matrix_count) if is_adapted else 0
+    # Masters, and the weights that the model computes with where these aren't gathered from them.
+    master_bytes = 4 + (width if settings.dtype != "float32" and (is_adapted or not gathers) else 0)
+    own_count = (
+        trained_weights(experiment, model) if is_adapted else layout.rows_of(model.parameters - experts, experts)
+    )
+    is_summed = ranks > (1 if is_adapted else layout.ranks)
+    summed_count = min(own_count, max(_SUMMED_VALUES, model.outside)) if is_summed else 0
+    parts = {
+        "weights": base_bytes + master_bytes * own_count,
+        "gradients": 4 * (own_count + summed_count),
+        "AdamW": 8 * own_count,
+        **_batch_parts(experiment, model, layout),
     }
+    if gathers:
+        parts["gathered"] = _gathered_bytes(model, layout, width, trains=not is_adapted)
     if experiment.algorithm.kl_coefficient > 0:
         folder = experiment.model.reference
         reference_sizes = sizes_of(folder) if folder else model
         # the reference is then the model without its adapter
         shares_model = is_adapted and (not folder or Path(folder) == Path(experiment.model.path))
-        device_parts["reference"] = 0 if shares_model else reference_sizes.parameters * width
-    for rank, device in enumerate(settings.devices):
-        host_parts = {"base": BASE_BYTES["trainer"]} | _of_sets(sample_count * kept_set_bytes(experiment, model))
-        host_parts |= _of_grammars(experiment) if experiment.kept_sets else {}
-        yield from _on_device(experiment, f"trainer-{rank}", device, device_parts, host_parts)
+        reference_bytes = width * layout.rows_of(reference_sizes.parameters)
+        reference_bytes += _gathered_bytes(reference_sizes, layout, width, trains=False) if gathers else 0
+        parts["reference"] = 0 if shares_model else reference_bytes
+    moved_names = {"none": (), "optimiser": ("AdamW",), "all": ("weights", "gradients", "AdamW")}[settings.host_memory]
+    return parts, {name: parts.pop(name) for name in moved_names}
+
+
+class RankLayout(NamedTuple):
+    """Numbers of the trainer's ranks that divide a copy's weights, a micro-batch's tokens and a mixture's experts."""
+
+    ranks: int
+    context: int
+    experts: int
+
+    @classmethod
+    def of(cls, settings: TrainerConfig) -> RankLayout:
+        return cls(*settings.layout_of(len(settings.devices)))
+
+    def rows_of(self, weights: int, experts: int = 0) -> int:
+        """A rank's part of ``weights``, and of ``experts`` weights in experts."""
+        return -(-weights // self.ranks) + -(-experts // max(self.ranks, self.experts))
+
+
+def divides_heads(model: ModelSizes, ranks: int) -> bool:
+    """Whether as many ranks can divide the heads of attention, as ``trainer.context_parallel`` does."""
+    try:
+        require_heads(model.heads, model.kv_heads, ranks)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def divides_experts(experiment: Experiment, model: ModelSizes) -> bool:
+    """Whether ranks can divide the model's experts: it has some, and the project's decoder computes them."""
+    is_ours = implementation_of(experiment.model.path, experiment.model.implementation) == "headway"
+    return is_ours and any(layer.experts for layer in model.layers)
+
+
+def _trainer_width(experiment: Experiment) -> int:
+    return bytes_of(experiment.trainer.dtype)
+
+
+def _rank_tokens(experiment: Experiment, layout: RankLayout) -> int:
+    """A rank's tokens of the largest micro-batch."""
+    settings, longest_tokens = experiment.trainer, experiment.max_sequence_tokens
+    batch_tokens = max(settings.micro_batch_tokens, longest_tokens)
+    if settings.micro_batch_samples is not None:
+        batch_tokens = settings.micro_batch_samples * longest_tokens
+    sample_count = experiment.queue.groups_per_step * experiment.largest_group
+    share_count = max(1, len(settings.devices) // layout.context)  # ranks that divide a sequence have the same samples
+    return -(-min(batch_tokens, -(-sample_count // share_count) * longest_tokens) // layout.context)
+
+
+def _batch_parts(experiment: Experiment, model: ModelSizes, layout: RankLayout) -> dict[str, int]:
+    """Bytes of the largest micro-batch: of what the backward of a rank's tokens needs, and of a chunk of logits."""
+    settings, width, batch_tokens = experiment.trainer, _trainer_width(experiment), _rank_tokens(experiment, layout)
+    checkpointing = settings.gradient_checkpointing
+    activation_bytes = model.activation_bytes(batch_tokens, width, checkpointing)
+    activation_bytes += model.score_bytes(batch_tokens, experiment.max_sequence_tokens, width, checkpointing)
+    activation_bytes += 2 * batch_tokens * expert_bytes(experiment)
+    if layout.experts > 1:  # the rows that a layer exchanges, and their gradients
+        activation_bytes += 4 * batch_tokens * model.routed * model.width * width
+    in_place = parse_device(split_node(settings.devices[0])[1]).kind != "cpu" and not experiment.kept_sets
+    logit_bytes = width if in_place else 4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)
+    logit_count = min(logit_rows(model.vocabulary_size, on_gpu=in_place), batch_tokens) * model.vocabulary_size
+    return {"activations": activation_bytes, "logits": logit_count * logit_bytes}
+
+
+def _gathered_bytes(model: ModelSizes, layout: RankLayout, width: int, *, trains: bool) -> int:
+    """Bytes of complete units beside a rank's rows: what is outside of the layers for a whole pass, of layers the one
+    that computes, the next one, and its buffer; gradients before they are summed, with the buffer of one sum."""
+    layer = max(layer.parameters - layer.experts + layer.experts // layout.experts for layer in model.layers)
+    outside = model.outside
+    weight_bytes = width * (outside + 3 * layer)
+    return weight_bytes + (4 * outside + max(4 * outside, (width + 4) * layer) if trains else 0)
+
+
+def exchanged_bytes(experiment: Experiment, model: ModelSizes) -> dict[str, int]:
+    """The bytes that a trainer rank receives for a micro-batch of the largest size, by what they are."""
+    settings, layout, width = experiment.trainer, RankLayout.of(experiment.trainer), _trainer_width(experiment)
+    is_adapted, passes = experiment.model.adapter is not None, 3 if settings.gradient_checkpointing == "full" else 2
+    experts = sum(layer.experts for layer in model.layers)
+    unit_count = model.parameters - experts + experts // layout.experts
+    others = 1 - 1 / layout.ranks
+    exchanged = {"gathered weights": round(others * width * (2 * unit_count - model.outside))}
+    if not is_adapted:
+        exchanged["summed gradients"] = round(others * 4 * unit_count)
+    values = sum(layer.joint + layer.output for layer in model.layers) * (1 - 1 / layout.context)
+    sparse_layers = sum(layer.experts > 0 for layer in model.layers)
+    values += 2 * model.routed * model.width * sparse_layers * (1 - 1 / layout.experts)
+    if values:
+        exchanged["exchanged tokens"] = round(passes * values * width * _rank_tokens(experiment, layout))
+    return exchanged
 
 
 def _on_device(
     experiment: Experiment, name: str, device: str, on_device: dict[str, int], on_host: dict[str, int]
 ) -> Iterator[MemoryUse]:
     node_name, local_name = split_node(device)
-    memory_place = f"memory{_OF_NODE}{node_name}" if node_name else "memory"
+    memory_place = f"memory{OF_NODE}{node_name}" if node_name else "memory"
     if parse_device(local_name).kind == "cpu":
         yield MemoryUse(name=name, location=memory_place, parts=on_host | on_device)
     else:
@@ -330,133 +413,3 @@ def _on_device(
             offloadable_bytes=sum(on_device.values()) if offloads else 0,
         )
         yield MemoryUse(name=name, location=memory_place, parts=on_host)
-
-
-# --- capacities ------------------------------------------------------------------------------------------
-
-
-def memory_places(
-    uses: list[MemoryUse], on_nodes: Mapping[str, tuple[int, int]] = {}, machine: Machine | None = None
-) -> list[MemoryPlace]:
-    """Compute each place's needed, total and available bytes; None where the latter two are unknown. ``on_nodes``: the
-    (total, available) bytes of places on nodes; ``machine``: this one's facts, or a described machine, of which GPUs
-    alone are known."""
-    machine = machine or read_machine()
-    needed_bytes: Counter[str] = Counter()
-    for memory_use in uses:
-        needed_bytes[memory_use.location] += memory_use.total_bytes
-    for name in needed_bytes:  # of sides that offload each other the smaller one's memory is free
-        offloadable_bytes = Counter[bool]()
-        for memory_use in uses:
-            if memory_use.location == name and memory_use.offloadable_bytes:
-                offloadable_bytes[memory_use.name.startswith("trainer")] += memory_use.offloadable_bytes
-        needed_bytes[name] -= min(offloadable_bytes.values()) if len(offloadable_bytes) > 1 else 0
-    if "memory" in needed_bytes:  # where files in /dev/shm are, too
-        needed_bytes["memory"] += needed_bytes[str(SHARED_MEMORY)]
-    places: list[MemoryPlace] = []
-    for name, nbytes in needed_bytes.items():
-        if machine.described and not name.startswith("cuda:"):
-            place_sizes = (machine.memory_bytes,) * 2 if name == "memory" and machine.memory_bytes else None
-        elif name == "memory":
-            place_sizes = machine_memory()
-        elif name.startswith("cuda:"):
-            place_sizes = next(((gpu.memory_bytes, gpu.free_bytes) for gpu in machine.cuda[int(name[5:]) :]), None)
-        elif _is_on_node(name):  # only its agent knows
-            place_sizes = on_nodes.get(name)
-        elif name == str(SHARED_MEMORY) and not SHARED_MEMORY.is_dir():
-            place_sizes = (0, 0)
-        else:
-            place_sizes = _disk(Path(name))
-        capacity, available = place_sizes if place_sizes is not None else (None, None)
-        places.append(MemoryPlace(name=name, needed_bytes=nbytes, capacity_bytes=capacity, available_bytes=available))
-    return places
-
-
-def _is_on_node(name: str) -> bool:
-    return _OF_NODE in name or "/cuda:" in name
-
-
-def _disk(path: Path) -> tuple[int, int] | None:
-    try:
-        usage = shutil.disk_usage(nearest_folder(path))
-    except OSError:
-        return None
-    return usage.total, usage.free
-
-
-def nearest_folder(path: Path) -> Path:
-    """``path`` or the nearest folder above it that exists."""
-    path = path.absolute()
-    while not path.is_dir():
-        path = path.parent
-    return path
-
-
-# --- findings --------------------------------------------------------------------------------------------
-
-
-def memory_findings(uses: list[MemoryUse], places: list[MemoryPlace]) -> Findings:
-    """Check the places: an error for needs beyond the capacity, a warning beyond ``FULL_SHARE`` of the free bytes."""
-    findings = Findings()
-    for location in places:
-        if location.capacity_bytes is not None and location.available_bytes is not None:
-            local_uses = [use for use in uses if use.location == location.name]
-            if location.name.partition(_OF_NODE)[0] == str(SHARED_MEMORY):
-                _check_shared_memory(location, location.available_bytes, findings)
-            elif location.name == "memory" or location.name.startswith("cuda:") or _is_on_node(location.name):
-                _check_memory(local_uses, location, location.capacity_bytes, location.available_bytes, findings)
-            else:
-                _check_disk(local_uses, location, location.available_bytes, findings)
-    return findings
-
-
-def _check_shared_memory(location: MemoryPlace, free: int, findings: Findings) -> None:
-    if location.needed_bytes > free:
-        problem_text = f"{location.name} has no space for {gibibytes(location.needed_bytes)} of published weights"
-        findings.warning("weights", f"{problem_text}: the temporary folder will be used, which is slower")
-
-
-def _check_memory(uses: list[MemoryUse], location: MemoryPlace, capacity: int, free: int, findings: Findings) -> None:
-    user = max(uses, key=lambda use: use.total_bytes)
-    purpose = max(user.parts, key=lambda part: user.parts[part])
-    needs = f"up to {gibibytes(location.needed_bytes)} of {location.name} needed (most by {user.name}: {purpose})"
-    if location.needed_bytes > capacity:
-        findings.error(_key(user, purpose), f"{needs}, but there are only {gibibytes(capacity)}")
-    elif location.needed_bytes > FULL_SHARE * free:
-        findings.warning(_key(user, purpose), f"{needs}, and {gibibytes(free)} are free now")
-
-
-def _check_disk(uses: list[MemoryUse], location: MemoryPlace, free: int, findings: Findings) -> None:
-    """Checkpoints are sure to come; the buffer is as large as stated only if every response is as long as allowed."""
-    checkpoint_bytes = sum(use.total_bytes for use in uses if use.name == "checkpoints")
-    folder, needed_text = nearest_folder(Path(location.name)), gibibytes(checkpoint_bytes)
-    if checkpoint_bytes > free:
-        findings.error("run.directory", f"{gibibytes(free)} free at {folder}, but checkpoints need {needed_text}")
-    elif location.needed_bytes > FULL_SHARE * free:
-        rest_text = gibibytes(location.needed_bytes - checkpoint_bytes)
-        others = "the buffer and the record of rollouts (ledger.rollouts)"
-        reason = f"only {gibibytes(free)} free at {folder}; checkpoints need {needed_text}, {others} up to {rest_text}"
-        findings.warning("run.directory", reason)
-
-
-def _key(use: MemoryUse, purpose: str) -> str:
-    if use.name.startswith("generator"):
-        return "generator.slots" if purpose in ("KV cache", "activations") else "model.path"
-    if use.name.startswith("trainer"):
-        return "trainer.micro_batch_tokens" if purpose in ("activations", "logits") else "model.path"
-    return {"orchestrator": "queue.budget", "controller": "control.mode"}.get(use.name, "verifier.workers")
-
-
-def gibibytes(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:.1f} MiB"
-
-
-def peak_resident_bytes(process_id: int) -> int | None:
-    """Peak resident memory of a live process, without the memory that it shares through /dev/shm; None when it is gone.
-    Published weights are there, and are counted once."""
-    try:
-        status_lines = Path(f"/proc/{process_id}/status").read_text().splitlines()
-        words_by_name = {field: words.split() for field, _, words in (line.partition(":") for line in status_lines)}
-        return (int(words_by_name["VmHWM"][0]) - int(words_by_name["RssShmem"][0])) << 10
-    except (OSError, KeyError, ValueError):
-        return None

@@ -12,10 +12,11 @@ from headway.control.tuning.forecast import RunShape, forecast
 from headway.control.tuning.ledger_model import shape_of
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.calibration import SECONDS, OnProgress, calibrate, shared_replicas
+from headway.orchestrator.preflight.capacity import gibibytes, memory_places
 from headway.orchestrator.preflight.check import check, is_made_by_sft
 from headway.orchestrator.preflight.cluster import node_findings
 from headway.orchestrator.preflight.findings import Findings
-from headway.orchestrator.preflight.memory import gibibytes, memory_places, memory_uses
+from headway.orchestrator.preflight.memory import memory_uses
 from headway.orchestrator.task_sets import load_task_sets
 from headway.records.check_report import Calibration, CheckReport, Finding, Forecast, MemoryUse
 from headway.records.task import Task

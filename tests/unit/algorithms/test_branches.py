@@ -155,8 +155,10 @@ def test_layout_of_a_trunk_and_its_branch() -> None:
     assert arrays.loss_mask_n.tolist() == [*[False] * 2, *[True] * 2, *[False] * 4, True, *[False] * 2, *[True] * 3]
     assert arrays.advantages_n.tolist() == [0, 0, 0.25, 0.75, 0, 0, 0, 0, 0.5, 0, 0, 2, 2, 2]
     assert arrays.groups_s.tolist() == [4, 4, 5]
-    assert arrays.rollouts_s is not None
-    assert arrays.rollouts_s.tolist() == [0, 0, 1]
+    assert arrays.branches_s is not None
+    assert arrays.branches_s.tolist() == [0, 1, 0]
+    assert arrays.rollout_tokens_s is not None
+    assert arrays.rollout_tokens_s.tolist() == [3, 3, 3]
     assert input_lengths(arrays).tolist() == [3, 4, 4]
     tree = prefix_tree(arrays, np.arange(3), 1)
     assert (tree.order_t.tolist(), tree.common_t.tolist()) == ([1, 0, 2], [0, 3, 0])

@@ -22,8 +22,8 @@ from headway.config.schema import Experiment
 from headway.config.sources import TaskSource
 from headway.models.adapter_targets import base_digest
 from headway.orchestrator.actors.environments import open_multi_turn_host
+from headway.orchestrator.preflight import capacity, devices, memory
 from headway.orchestrator.preflight import check as checking
-from headway.orchestrator.preflight import devices, memory
 from headway.orchestrator.preflight.check import check
 from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError
@@ -414,12 +414,13 @@ def test_ranks_that_cannot_work_together(setup: Setup, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("free", "level"), [(10_000, "error"), (1_400_000, "warning")])
 def test_disk_space(setup: Setup, monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
-    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: Usage(10**12, 0, free))
+    monkeypatch.setattr(capacity.shutil, "disk_usage", lambda path: Usage(10**12, 0, free))
     assert "checkpoints" in setup.messages(level)["run.directory"]
 
 
 def test_shared_memory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "SHARED_MEMORY", setup.folder / "nowhere")
+    for module in (capacity, memory):
+        monkeypatch.setattr(module, "SHARED_MEMORY", setup.folder / "nowhere")
     assert "temporary folder" in setup.messages("warning")["weights"]
 
 

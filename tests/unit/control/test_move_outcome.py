@@ -47,6 +47,21 @@ def test_gpus_are_shared_only_where_the_experiment_shares_some() -> None:
     assert len(all_device_splits(placed(["cuda:0", "cuda:1"], ["cuda:0", "cuda:1"]))) == 3
 
 
+def test_splits_of_a_divided_model_have_as_many_shards_as_their_ranks_allow() -> None:
+    keys = {"trainer.shards": "2", "trainer.context_parallel": "2"}
+    four = changed_experiment(placed(["cpu:0"], ["cpu:1", "cpu:2", "cpu:3", "cpu:4"]), keys)
+    names = [f"trainer.{key}" for key in ("shards", "context_parallel", "expert_parallel")]
+    layouts = {split.ranks: [split.settings.get(name) for name in names] for split in all_device_splits(four)}
+    assert layouts == {
+        5: ["5", "1", None],
+        4: [None] * 3,
+        3: ["3", "1", None],
+        2: ["1", None, None],
+        1: ["1", "1", None],
+    }
+    assert changed_experiment(four, all_device_splits(four)[0].settings).trainer.shards
+
+
 def placed(generator: list[str], trainer: list[str]) -> Any:
     settings = {"generator.devices": json.dumps(generator), "trainer.devices": json.dumps(trainer)}
     return changed_experiment(devices(1, 1), settings)

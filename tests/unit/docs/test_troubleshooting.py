@@ -87,10 +87,10 @@ def test_every_stall_has_a_section(kind: str) -> None:
 
 
 def test_roles_are_those_of_the_workers() -> None:
-    """A worker under another name needs a section of its own; those of `sft` and `check` are watched by nobody."""
+    """A worker under another name needs a section of its own; those of `check` are watched by nobody."""
     named = set(re.findall(r"WorkerSpec\((?:[^()]|\([^()]*\))*?name=f?\"([a-z]+)", "\n".join(CODE.values())))
     assert {"environment", "controller", "mirror", "accounting", "files"} <= named
-    assert named - {role.partition("-")[0] for role in ROLES} == {"sft", "check"}
+    assert named - {role.partition("-")[0] for role in ROLES} == {"check"}
 
 
 @pytest.mark.parametrize("rule", get_args(AlertRule))

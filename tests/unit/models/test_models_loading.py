@@ -245,7 +245,7 @@ def test_a_failed_init_model_leaves_nothing(tmp_path, monkeypatch):
 
     (tmp_path / "m").mkdir()  # an empty folder may be there, and stays
     with monkeypatch.context() as patch:
-        patch.setattr("headway.models.loading.save_file", full)
+        patch.setattr("headway.models.shards.tensor_files.os.pwrite", full)
         with pytest.raises(OSError, match="No space"):
             make(tmp_path / "m")
     assert os.listdir(tmp_path) == ["m"]

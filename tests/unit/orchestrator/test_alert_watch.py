@@ -220,7 +220,7 @@ def test_disk_needs_room_for_two_checkpoints_and_nodes_count(tmp_path: Path, mon
     replay = Replay(tmp_path, monkeypatch, min_interval_s=0)
     checkpoint = tmp_path / "checkpoints" / "step_00000050"
     checkpoint.mkdir(parents=True)
-    with (checkpoint / "optimizer.safetensors").open("wb") as file:
+    with (checkpoint / "state-1-of-1.safetensors").open("wb") as file:
         file.truncate(30 * GIB)  # sparse
     replay.until(60.0)
     assert replay.raised == []

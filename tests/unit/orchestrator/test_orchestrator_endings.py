@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,17 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_run import resolved
 
+from headway.buffer.store import GroupBuffer
 from headway.control.staleness import OpenGroups
 from headway.orchestrator import collect_loop
 from headway.orchestrator.control_loop import ControlLoop
 from headway.orchestrator.state import RunningGroup, RunState
 from headway.records.control import Knobs
-from headway.records.errors import NoProgress, WorkerDied
+from headway.records.errors import EpochLost, NoProgress, WorkerDied
 from headway.records.ledger import EventRecord, StepRecord
 from headway.records.rollout import Group
 from headway.records.task import Task
 from headway.runtime.clock import RealClock
 from headway.telemetry.summary import endings, failures, summarise
+from headway.trainer.checkpoints import CheckpointState
 from headway.trainer.fake import FakeTrainer
 from tests.support.simulated_run import Outcome, experiment_of, simulate
 
@@ -231,7 +234,7 @@ def dying(*methods: str):
     return spoil
 
 
-@pytest.mark.parametrize("method", ["publish", "train_step", "save_checkpoint", "save_weights", "load_weights"])
+@pytest.mark.parametrize("method", ["publish", "train_step", "begin_checkpoint", "save_weights", "load_weights"])
 def test_a_trainer_that_dies_is_replaced_wherever_it_was(method):
     outcome = run_of(after=True, spoil=dying(method))
     assert outcome.event("accounting").data["balanced"] == 1
@@ -313,24 +316,99 @@ def test_the_last_version_is_published_before_it_is_judged():
     assert outcome.trainer.published[-1] == 8
 
 
-def test_a_step_is_recorded_before_its_checkpoint_is_written():
-    seen: list[int] = []
+def saving_slowly(events: list[str], saves_s: float = 3.0, dies_at: int = -1) -> Callable[[FakeTrainer], None]:
+    """Records steps and checkpoints of a trainer whose checkpoints take ``saves_s``, and which dies in one of them."""
+
+    died: list[int] = []
 
     def spoil(trainer: FakeTrainer) -> None:
-        save = trainer.save_checkpoint
+        step, save = trainer.train_step, trainer.save_checkpoint
 
-        async def call(path: str, consumed: dict[int, list[int]]) -> Any:
-            seen.append(trainer.version)
-            await trainer._clock.sleep(0.5)
-            return await save(path, consumed)
+        async def stepping(batch: Any) -> Any:
+            lives = len(died)
+            events.append(f"step {trainer.version}")
+            report = await step(batch)
+            if len(died) > lives:  # meanwhile
+                trainer.version = -1
+                raise WorkerDied("trainer-0", "killed while it saves")
+            return report
 
-        trainer.save_checkpoint = call  # type: ignore[method-assign]
+        async def saving(path: str, consumed: dict[int, list[int]], before_commit: Callable[[], None]) -> Any:
+            version = trainer.version
+            events.append(f"saving {version}")
+            await trainer._clock.sleep(saves_s)
+            if version == dies_at and not died:
+                died.append(version)
+                trainer.version, trainer._begun_checkpoint = -1, ("", CheckpointState(version=-1))
+                raise WorkerDied("trainer-0", "killed while it saves")
+            saved = await save(path, consumed, before_commit)
+            events.append(f"saved {saved.version}")
+            return saved
 
-    outcome = run_of(spoil=spoil)
-    assert seen[0] == 5
+        trainer.train_step, trainer.save_checkpoint = stepping, saving  # type: ignore[method-assign]
+
+    return spoil
+
+
+def test_a_step_is_recorded_before_its_checkpoint_is_written():
+    events: list[str] = []
+    outcome = run_of(spoil=saving_slowly(events, 0.5))
+    assert [event for event in events if event.startswith("sav")] == ["saving 5", "saved 5", "saving 8", "saved 8"]
     checkpoint = next(line for line in outcome.lines if isinstance(line, EventRecord) and line.event == "checkpoint")
     before = outcome.lines[: outcome.lines.index(checkpoint)]
     assert 5 in [step.version for step in outcome.steps if step in before]
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it():
+    events: list[str] = []
+    outcome = run_of(checkpoint_steps=1, spoil=saving_slowly(events, 1000.0))
+    assert len(outcome.trained_groups) == 16
+    for version in range(1, 7):
+        saved = events.index(f"saved {version}")
+        assert events.index(f"step {version}") < saved < events.index(f"step {version + 1}")
+    assert outcome.event("accounting").data["balanced"] == 1
+
+
+def test_payloads_stay_until_a_checkpoint_is_durable(monkeypatch: pytest.MonkeyPatch):
+    events: list[str] = []
+    release = GroupBuffer.release_covered
+
+    def released(self: GroupBuffer, version: int) -> int:
+        events.append(f"released {version}")
+        return release(self, version)
+
+    monkeypatch.setattr(GroupBuffer, "release_covered", released)
+    run_of(checkpoint_steps=2, spoil=saving_slowly(events, 30.0))
+    assert "released 2" in events
+    for index, event in enumerate(events):
+        if event.startswith("released"):
+            assert events[index - 1].startswith("saved"), event
+            assert f"saved {event.split()[1]}" in events[:index]
+
+
+@pytest.mark.parametrize("dies_at", [2, 4, 8])
+def test_a_trainer_that_dies_while_it_saves_leaves_the_checkpoint_before(dies_at: int):
+    events: list[str] = []
+    outcome = run_of(checkpoint_steps=2, spoil=saving_slowly(events, dies_at=dies_at))
+    assert outcome.event("accounting").data["balanced"] == 1
+    assert len(outcome.trained_groups) == 16
+    assert names(outcome).count("worker_died") == names(outcome).count("trainer_restored") == 1
+    assert f"saved {dies_at}" not in events or dies_at == 8, "it was due, and the next one is at another version"
+    loaded = outcome.event("trainer_restored").data["replayed"]
+    assert loaded >= {2: 2, 4: 2, 8: 2}[dies_at], "from the checkpoint before"
+
+
+def test_a_checkpoint_whose_epoch_is_lost_while_it_is_written_is_none(monkeypatch: pytest.MonkeyPatch):
+    events: list[str] = []
+
+    def lost(self: GroupBuffer) -> None:
+        if "saving 2" in events and len(events) > events.index("saving 2") + 1:
+            raise EpochLost("another orchestrator has the run")
+
+    monkeypatch.setattr(GroupBuffer, "make_durable", lost)
+    with pytest.raises(EpochLost):
+        run_of(checkpoint_steps=2, spoil=saving_slowly(events, 30.0))
+    assert "saved 2" not in events
 
 
 def test_a_trainers_death_and_replay_say_who_why_and_what_it_cost():

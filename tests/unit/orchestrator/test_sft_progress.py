@@ -42,9 +42,9 @@ class Trainer:
     async def start(self, spec: object) -> Trainer:
         return self
 
-    async def stop(self) -> None: ...
+    async def stop(self, *_: object) -> None: ...
 
-    async def call(self, method: str, *arguments: Any) -> Any:
+    async def call(self, method: str, *arguments: Any, **_: object) -> Any:
         if method == "steps":
             self.steps += arguments[0]
             version = min(self.applied, self.steps)

@@ -16,20 +16,20 @@ from headway.cli import main as cli
 from headway.config.auto import Machine
 from headway.config.load import validate_experiment
 from headway.models.sizes import sizes_of
+from headway.orchestrator.preflight.capacity import memory_findings, memory_places
 from headway.orchestrator.preflight.devices import device_findings
-from headway.orchestrator.preflight.memory import memory_findings, memory_places, memory_uses
+from headway.orchestrator.preflight.memory import memory_uses
 from headway.planner.gpu_experiment import fitted_experiment
 from headway.records.errors import ConfigurationError
 from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
 
 WHOLE = {("1 x 24 GB", "0.6B"), ("1 x 80 GB", "0.6B"), ("1 x 80 GB", "4B"), ("8 x 80 GB", "0.6B"), ("8 x 80 GB", "4B"),
-         ("8 x 192 GB", "0.6B"), ("8 x 192 GB", "4B"), ("8 x 192 GB", "8B")}  # fmt: skip
+         ("8 x 80 GB", "8B"),
+         ("8 x 192 GB", "0.6B"), ("8 x 192 GB", "4B"), ("8 x 192 GB", "8B"), ("8 x 192 GB", "32B")}  # fmt: skip
 ADAPTERS = {
     ("1 x 24 GB", "4B"),
     ("1 x 80 GB", "8B"),
-    ("8 x 80 GB", "8B"),
     ("8 x 80 GB", "32B"),
-    ("8 x 192 GB", "32B"),
     ("no GPU, 24 GB", "0.6B"),
 }
 
@@ -54,14 +54,15 @@ def test_every_machine_and_model(pool: str, size: str, tmp_path: Path) -> None:
     firsts = [of_gpus.index(name) for name in experiment.generator.devices if of_gpus]
     of_replicas = [of_gpus[first + rank] for first in firsts for rank in range(ranks)]
     assert sorted({*of_replicas, *experiment.trainer.devices}) == (of_gpus or ["cpu:1"])
-    keys = "devices|slots|dtype|max_response_tokens|learning_rate|micro_batch_tokens"
+    keys = "devices|shards|slots|dtype|max_response_tokens|learning_rate|micro_batch_tokens"
     chosen = re.findall(rf"^({keys}) = [^#\n]+(#?)",
                         text.partition("[tasks.")[0] + text.partition("[rollout]")[2], re.MULTILINE)  # fmt: skip
     assert {key for key, mark in chosen if not mark} == set()  # each value has its reason
 
 
 def test_replicas_of_several_gpus_where_one_is_too_small(tmp_path: Path) -> None:
-    """Of 8 GPUs with 40 GB none holds the weights of an 8B twice over, which loading needs: vLLM divides them."""
+    """Of 8 GPUs with 40 GB none holds the weights of an 8B twice over, which loading needs: vLLM divides them, and four
+    trainer ranks the rest."""
     pool = tmp_path / "p.toml"
     (tmp_path / "c.toml").write_text("")
     machine = described("8 x 80 GB", tmp_path)
@@ -71,10 +72,10 @@ def test_replicas_of_several_gpus_where_one_is_too_small(tmp_path: Path) -> None
     machine = type(machine)(gpus=tuple(small), torch_cuda="any", vllm="0.32.0", described=str(pool))
     folder = str(write_config("8B", tmp_path / "m"))
     raw = tomllib.loads(fitted_experiment(machine, folder, folder, tables(tmp_path)))
-    assert "adapter" in raw["model"]
+    assert "adapter" not in raw["model"]
+    assert raw["trainer"]["shards"] == len(raw["trainer"]["devices"]) == 4
     if raw["generator"]["engine"] == "vllm":
         assert raw["generator"]["engine_arguments"]["tensor_parallel_size"] > 1
-        assert raw["generator"]["update_mode"] == "recompute"
 
 
 def test_main_memory_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,15 +155,48 @@ def test_a_plan_for_another_configuration_is_refused(
 def test_what_a_configuration_cannot_say_is_planned_but_not_run(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    Path(files[1]).write_text(POOL + "[train]\nsharded = true\n[generate]\ndraft_tokens = 3\ndraft_acceptance = 0.7\n")
+    parallelism = "[train]\nparallelism = { tensor = 2, pipeline = 2 }\n"
+    Path(files[1]).write_text(POOL + f"{parallelism}[generate]\ndraft_tokens = 3\ndraft_acceptance = 0.7\n")
     written = str(tmp_path / "plan.json")
     found = plan(files, capsys, "--output", written)
-    assert any("hold the model whole" in reason for reason in found["refused"])
+    assert any("tensor 2, pipeline 2: the trainer has no tensor" in reason for reason in found["refused"])
     assert any("draft_tokens" in reason for reason in found["refused"])
     with pytest.raises(ConfigurationError, match="can't be run"):
         planned_settings(load_experiment(files[0]), read_plan(written), written)
-    assert "hold the model whole" in refused(files, capsys, "--write", str(tmp_path / "whole.toml"))
+    assert "no tensor and no pipeline parallelism" in refused(files, capsys, "--write", str(tmp_path / "whole.toml"))
     assert not (tmp_path / "whole.toml").exists()
+
+
+LARGE = QWEN | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
+
+
+def test_a_model_that_no_device_holds_is_divided_by_keys(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    """7 G weights on 8 GPUs of 141 GB: two ranks hold a copy, one doesn't."""
+    (Path(files[0]).parent / "model" / "config.json").write_text(json.dumps(LARGE))
+    whole = str(tmp_path / "planned.toml")
+    planned = plan(files, capsys, "--write", whole)
+    train = planned["stages"][1]
+    assert planned["refused"] == []
+    shards = int(planned["settings"]["trainer.shards"])
+    assert shards > 1
+    assert train["spread"] == f"shards {shards}"
+    assert len(train["names"]) % shards == 0
+    experiment = load_experiment(whole)
+    assert experiment.trainer.shards == shards
+    other = changed_experiment(
+        load_experiment(files[0]), {"trainer.devices": '["cuda:2", "cuda:3"]', "trainer.shards": "2"}
+    )
+    assert digest(other) == planned["made_for"]
+
+
+def test_a_pool_of_its_own_shards_and_context(files: tuple[str, str], capsys: pytest.CaptureFixture[str]):
+    Path(files[1]).write_text(POOL + "[train]\nshards = 4\nparallelism = { context = 2 }\n")
+    planned = plan(files, capsys)
+    assert planned["refused"] == []
+    assert planned["settings"]["trainer.shards"] == planned["settings"]["trainer.context_parallel"] == "2"
+    assert planned["stages"][1]["spread"] == "shards 2, context 2"
 
 
 @pytest.mark.slow

@@ -249,10 +249,11 @@ def weight_is_shared(made: Rollout) -> None:
     plain = msgspec.structs.replace(made, branches=())
     samples = tuple(Sample(rollout=one, advantage=1.0) for one in (plain, made))
     arrays = build_arrays(TrainBatch(step=0, samples=samples))
-    assert arrays.rollouts_s is not None
+    assert arrays.branches_s is not None
+    rollouts_s = np.cumsum(arrays.branches_s == 0) - 1
     weights = weighting("seq_mean_token_mean", arrays, np.arange(3), max_response_tokens=1000)
     tokens_s = np.bincount(sequence_of_token(arrays), weights=arrays.loss_mask_n)
-    assert np.bincount(arrays.rollouts_s, weights=tokens_s * weights.weights_s).tolist() == pytest.approx([1.0, 1.0])
+    assert np.bincount(rollouts_s, weights=tokens_s * weights.weights_s).tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_what_a_turn_without_loss_is_rewarded_with_counts_in_the_turn_before() -> None:

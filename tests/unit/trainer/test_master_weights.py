@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny_trainer import Context, make_batch, make_experiment
+from tiny_trainer import Context, make_batch, make_experiment, optimiser_tensors
 from torch import Tensor, nn
 
 from headway.algorithms.samples import lay_out
@@ -57,7 +57,7 @@ def step(trainer: TrainerService, number: int) -> None:
 def state_of(trainer: TrainerService) -> dict[str, Tensor]:
     masters = {f"master/{name}": one.clone() for name, one in trainer.learner.masters.tensors.items()}
     weights = {f"weight/{name}": one.clone() for name, one in trainer.learner.weights().items()}
-    return masters | weights | trainer.learner.optimiser_tensors()
+    return masters | weights | optimiser_tensors(trainer.learner)
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

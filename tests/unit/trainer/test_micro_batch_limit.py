@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from objective_definition import ThreadRanks
+from objective_definition import on_ranks
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.samples import lay_out
@@ -85,7 +83,7 @@ def test_a_step_with_halved_micro_batches_is_that_of_the_half(build: Any, sectio
         assert one.halved.startswith("micro-batches of trainer.micro_batch_tokens = 64 don't fit in a device's memory")
         assert one.halved.endswith("(CUDA out of memory): they have at most 32 from now on")
         assert other.halved == ""
-    assert (short.policy.limit.tokens, short.version) == (32, 2)
+    assert (short.policy.limit.size.tokens, short.version) == (32, 2)
 
 
 def test_a_backward_pass_is_repeated_alone(build: Any) -> None:
@@ -171,18 +169,8 @@ def test_all_ranks_halve_when_one_is_short(build: Any) -> None:
     """Micro-batches of other sizes on another rank would make the ranks' numbers of collectives differ."""
 
     def reports(*trainers: TrainerService) -> list[StepReport]:
-        slots, barrier = [torch.zeros(())] * 2, threading.Barrier(2)
-
-        def one(rank: int) -> StepReport:
-            try:
-                trainers[rank].learner.ranks = ThreadRanks(rank, slots, barrier)
-                return trainers[rank].train_step(lay_out(make_batch(1, groups=6)))
-            except BaseException:
-                barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(one, range(2)))
+        batch = make_batch(1, groups=6)
+        return on_ranks(trainers, lambda trainer, share: trainer.train_step(share(batch)))
 
     mixed, halves = (build(64), build(64, 40)), (build(32), build(32))
     first, second = reports(*mixed)

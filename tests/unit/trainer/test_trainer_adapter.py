@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_trainer import Context, make_batch, make_experiment, make_model
+from tiny_trainer import Context, make_batch, make_experiment, make_model, optimiser_tensors
 
 from headway.algorithms.samples import build_arrays, lay_out
 from headway.models import adapter_files, adapter_targets
@@ -86,7 +86,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(build: Build, tmp_path: Path, quantiz
         trainer.train_step(lay_out(make_batch(1, step=1)))
     assert same(adapter_of(one), adapter_of(other))
     files = {file.name for file in (tmp_path / "checkpoints" / "step_00000001").rglob("*") if file.is_file()}
-    assert files == {"adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json"}
+    assert files == {"adapter_model.safetensors", "adapter_config.json", "state-1-of-1.safetensors", "state.json"}
 
 
 def test_checkpoints_of_the_other_kind_are_refused_before_anything_is_changed(build: Build, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_checkpoints_of_the_other_kind_are_refused_before_anything_is_changed(bu
 def test_adapters_of_another_rank_or_scale_are_refused_before_anything_is_changed(build: Build, tmp_path: Path) -> None:
     trainer = build()
     trainer.train_step(lay_out(make_batch(0, step=0)))
-    before, state = adapter_of(trainer), trainer.learner.optimiser_tensors()
+    before, state = adapter_of(trainer), optimiser_tensors(trainer.learner)
     for name, changes, words in (
         ("rank", {"rank": 2, "alpha": 4.0}, "does not fit"),
         ("scale", {"rank": 4, "alpha": 4.0}, "scaled by 1 at"),
@@ -119,7 +119,7 @@ def test_adapters_of_another_rank_or_scale_are_refused_before_anything_is_change
         with pytest.raises(ConfigurationError, match=words):
             trainer.load_checkpoint(str(tmp_path / name / "step_00000001"))
         assert same(before, adapter_of(trainer))
-        assert same(state, trainer.learner.optimiser_tensors())
+        assert same(state, optimiser_tensors(trainer.learner))
 
 
 def test_a_checkpoint_of_another_base_is_refused_before_anything_is_changed(build: Build, tmp_path: Path) -> None:
@@ -172,8 +172,7 @@ def test_a_damaged_adapter_is_found(build: Build, tmp_path: Path) -> None:
 def test_the_reference_is_the_model_without_its_adapter(build: Build, model: str) -> None:
     trainer = build(algorithm={"kl_coefficient": 0.1})
     assert trainer.learner.reference is not None
-    mine = {id(one) for one in trainer.learner.model.parameters()}
-    assert {id(one) for one in trainer.learner.reference.parameters()} == mine  # no second copy
+    assert not list(trainer.learner.reference.parameters())  # no second copy
     assert trainer.train_step(lay_out(make_batch(0, step=0))).metrics["kl_reference"] == 0.0
     assert trainer.train_step(lay_out(make_batch(1, step=1))).metrics["kl_reference"] > 0.0
     ids = torch.tensor([3, 4, 5])

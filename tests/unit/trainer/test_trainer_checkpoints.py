@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tiny_trainer import Context, make_batch, make_experiment, make_model
+from tiny_trainer import Context, make_batch, make_experiment, make_model, optimiser_tensors
 
 from headway.algorithms.samples import lay_out
 from headway.records.errors import CheckpointCorrupt, ConfigurationError
@@ -262,7 +262,7 @@ def test_checkpoint_before_the_first_step_and_pruning(experiment: dict, tmp_path
     fresh.save_checkpoint(str(tmp_path / "other" / "checkpoints" / "step_00000000"), {})
     assert trainer.load_checkpoint(str(tmp_path / "other" / "checkpoints" / "step_00000000")) == 0
     assert all(torch.equal(a, b) for a, b in zip(parameters(trainer), parameters(fresh), strict=True))
-    assert trainer.learner.optimiser_tensors() == {}
+    assert optimiser_tensors(trainer.learner) == {}
 
 
 def test_corrupt_checkpoint_is_refused_before_anything_changes(experiment: dict, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from headway.records.errors import RemoteError, WorkerDied
 from headway.runtime.clock import RealClock
 from headway.runtime.process_worker import Death
 from headway.runtime.workers import LocalLauncher
-from headway.trainer import client
+from headway.trainer import rank_workers
 from headway.trainer.client import TrainerClient
 
 
@@ -46,6 +46,6 @@ def test_a_death_that_is_noticed_later_is_the_cause(tmp_path: Path) -> None:
 
 
 def test_without_a_death_the_error_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_DEATH_S", 0.2)
+    monkeypatch.setattr(rank_workers, "_DEATH_S", 0.2)
     with pytest.raises(RemoteError, match="Connection reset by peer"):
         ended(tmp_path, None)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_definition import ThreadRanks, gradient, staled
+from objective_definition import gradient, on_ranks, staled
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
 from headway.algorithms.aggregation import weighting
@@ -142,7 +140,11 @@ def test_settings_of_a_step_are_its_own_and_the_next_has_the_runs(service: Any) 
     assert same(before, weights_of(trainer))
     assert (report.version, report.metrics["learning_rate"]) == (1, 0.0)
     still.version = 1
-    still.learner.load_optimiser_tensors(trainer.learner.optimiser_tensors())
+    states = (trainer.learner.optimiser.state[parameter] for parameter in trainer.learner.parameters)
+    still.learner.optimiser.state = {
+        parameter: {kind: values.clone() for kind, values in state.items()}
+        for parameter, state in zip(still.learner.parameters, states, strict=True)
+    }
     for one in (still, trainer):
         one.train_step(lay_out(make_batch(2, step=1)))
     assert same(weights_of(still), weights_of(trainer))
@@ -310,26 +312,21 @@ def test_a_train_step_and_a_loaded_checkpoint_forget_parts_before_them(
 
 
 def test_ranks_agree_on_a_step_in_parts(service: Any) -> None:
-    slots, barrier = [torch.zeros(())] * 2, threading.Barrier(2)
     alone, trainers = service(), [service(), service()]
     batch = make_batch(3)
     cuts = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
 
-    def one(rank: int) -> tuple[StepReport, list[float]]:
-        try:
-            trainers[rank].learner.ranks = ThreadRanks(rank, slots, barrier)
-            losses = [trainers[rank].forward_backward(lay_out(part_of(batch, chosen))).loss for chosen in cuts]
-            return trainers[rank].optim_step(), losses
-        except BaseException:
-            barrier.abort()
-            raise
+    def both(trainer: TrainerService, share: Any) -> tuple[StepReport, list[float]]:
+        losses = [trainer.forward_backward(share(part_of(batch, chosen))).loss for chosen in cuts]
+        return trainer.optim_step(), losses
 
-    with ThreadPoolExecutor(2) as pool:
-        (first, losses), (second, others) = pool.map(one, range(2))
+    (first, losses), (second, others) = on_ranks(trainers, both)
     expected = [alone.forward_backward(lay_out(part_of(batch, chosen))).loss for chosen in cuts]
     report = alone.optim_step()
-    assert losses == others == pytest.approx(expected, abs=1e-5)
-    assert first.metrics == second.metrics
+    assert losses == pytest.approx(expected, abs=1e-5)
+    assert others == [0.0, 0.0], "rank 0 has the sums"
+    assert first.metrics == pytest.approx(report.metrics, abs=1e-5)
+    assert second.version == 1
     assert first.metrics["loss"] == pytest.approx(report.metrics["loss"], abs=1e-6)
     assert (first.tokens, first.samples, first.loss_tokens) == (report.tokens, report.samples, report.loss_tokens)
     for a, b, c in zip(weights_of(trainers[0]), weights_of(trainers[1]), weights_of(alone), strict=True):

@@ -16,9 +16,9 @@ from headway.algorithms.samples import lay_out
 from headway.config.load import validate_experiment
 from headway.records.errors import OutOfDeviceMemory
 from headway.records.generation import PublishedWeights
-from headway.trainer import service as trainer_service
 from headway.trainer.client import TrainerClient
 from headway.trainer.service import TrainerService
+from headway.weights.device_memory import CudaMemory
 from headway.weights.shared_memory import Subscriber
 
 torch.set_num_threads(1)
@@ -33,8 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SharedDevice:
     """The memory of cuda:0; cuda:1 reads it, cuda:2 has no access to it."""
     stand_in = SharedDevice(tmp_path)
-    monkeypatch.setattr(trainer_service.CudaMemory, "of", lambda device: stand_in)
-    monkeypatch.setattr(trainer_service.CudaMemory, "reaches", lambda reader, owner: reader != "cuda:2")
+    monkeypatch.setattr(CudaMemory, "of", lambda device: stand_in)
+    monkeypatch.setattr(CudaMemory, "reaches", lambda reader, owner: reader != "cuda:2")
     return stand_in
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_definition import gradient as arrays_gradient
-from tiny_trainer import Context, make_batch, make_experiment, make_model
+from tiny_trainer import Context, make_batch, make_experiment, make_model, optimiser_tensors
 
 from headway.algorithms.samples import build_arrays, lay_out
 from headway.config.schema import TrainerConfig
@@ -207,7 +207,7 @@ def test_non_finite_steps_are_skipped_and_leave_everything_untouched(model: str,
     trainer = service(model)
     trainer.train_step(lay_out(make_batch(1)))
     weights = [p.detach().clone() for p in trainer.learner.parameters]
-    state = trainer.learner.optimiser_tensors()
+    state = optimiser_tensors(trainer.learner)
     state = {name: tensor.clone() for name, tensor in state.items()}
     batch = make_batch(6, step=1)
     bad = msgspec.structs.replace(batch.samples[0], advantage=poison)
@@ -215,7 +215,7 @@ def test_non_finite_steps_are_skipped_and_leave_everything_untouched(model: str,
     assert (report.skipped, report.version, trainer.version) == (True, 1, 1)
     assert "not finite" in report.reason
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.learner.parameters, strict=True))
-    assert all(torch.equal(state[name], tensor) for name, tensor in trainer.learner.optimiser_tensors().items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in optimiser_tensors(trainer.learner).items())
     assert not trainer.train_step(lay_out(batch)).skipped
 
 

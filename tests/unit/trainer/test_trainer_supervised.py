@@ -177,7 +177,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headway.trainer.learner.save_policy", full)
+    monkeypatch.setattr("headway.trainer.saving.write_model_files", full)
     with pytest.raises(StorageFailed, match=f"{tmp_path}/out can't be written: .*No space"):
         service.save(str(tmp_path / "out"))
 

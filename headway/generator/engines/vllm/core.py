@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import importlib.metadata
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from headway.config.engines import VLLM_INSTALL
 from headway.generator.engines.settings import EngineSettings
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig
-from headway.records.errors import ConfigurationError, WeightsCorrupt, WeightsMismatch
+from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PROBE_TOKENS, FinishReason, PublishedWeights
 from headway.runtime.devices import Device
 
@@ -248,20 +249,19 @@ class VllmCore:
     # --- weights --------------------------------------------------------------------------------------------
 
     def update(self, published: PublishedWeights) -> float:
-        """Apply a version while no step is in flight. Returns the seconds to fetch it.
+        """Apply a version while no step is in flight. Returns the seconds to verify it.
 
-        Raises WeightsCorrupt, with nothing changed; WeightsMismatch if just some of the ranks took the weights.
+        Raises WeightsCorrupt, with nothing changed on any rank.
         """
-        published_fields = msgspec.structs.asdict(published)
-        reports = self._engine.collective_rpc("headway_update", kwargs={"published": published_fields})
-        reasons = [report["corrupt"] for report in reports if "corrupt" in report]
-        if len(reasons) == len(reports):
-            raise WeightsCorrupt(reasons[0])
-        if reasons:
-            raise WeightsMismatch(f"{len(reasons)} of {len(reports)} ranks could not take new weights: {reasons[0]}")
+        published_fields, started_s = msgspec.structs.asdict(published), time.monotonic()
+        reasons = self._engine.collective_rpc("headway_attach", kwargs={"published": published_fields})
+        if reason := next(filter(None, reasons), ""):
+            raise WeightsCorrupt(reason)
+        verify_s = time.monotonic() - started_s
+        self._rpc("headway_update", version=published.version)
         self.updates += 1
         self._engine.set_weight_version(str(published.version))
-        return max(report["fetch_s"] for report in reports)
+        return verify_s
 
     def name_version(self, version: int) -> None:
         """Label the weights that the engine was built with as ``version``."""

@@ -20,7 +20,6 @@ from headway.generator.engines.vllm.base_engine import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.core import SEED, StepOutput, VllmCore
 from headway.models.configuration import DecoderConfig
 from headway.models.offload import used_bytes
-from headway.records.errors import WeightsMismatch
 from headway.records.execution import MemoryMove
 from headway.records.generation import AppliedWeights, EngineStatistics, PublishedWeights, UpdateMode, probe_ids
 from headway.records.tokens import TokenRows
@@ -141,11 +140,7 @@ class VllmEngine(VllmRequests):
     def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
         old_paused_s = self._paused_s
         with self._drained():
-            try:
-                fetch_s = self._core.update(published)
-            except WeightsMismatch:  # the ranks have different weights
-                self._broken = True
-                raise
+            fetch_s = self._core.update(published)
             running_requests = self._set_aside()
             self.version = published.version
             if mode == "recompute":

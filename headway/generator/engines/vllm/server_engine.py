@@ -286,10 +286,10 @@ class VllmServerEngine(VllmRequests):
     # --- weights --------------------------------------------------------------------------------------------
 
     def _apply_model(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
-        """Fetch, verify and write a version while the server keeps decoding, have it loaded, and probe that the server
-        samples from it. Raises WeightsCorrupt, with nothing changed, or WeightsMismatch."""
+        """Verify and write a version while the server keeps decoding, have it loaded, and probe that the server samples
+        from it. Raises WeightsCorrupt, with nothing changed, or WeightsMismatch."""
         started_s = self._now()
-        tensors = self._subscriber.fetch(published)
+        tensors = self._subscriber.attach(published)
         fetch_s = self._now() - started_s
         self._model.take(tensors)
         old_paused_s = self._paused_s

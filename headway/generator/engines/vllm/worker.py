@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +34,6 @@ from headway.generator.engines.vllm.reference import PublishedModel
 from headway.records.errors import WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.runtime.child import die_with_parent
-from headway.weights.device_memory import CudaMemory
 from headway.weights.shared_memory import Subscriber
 
 # --- weights ----------------------------------------------------------------------------------------------
@@ -50,56 +48,50 @@ class ModelChoice(WeightTransferInitInfo):
 
 
 @dataclass
-class PublishedInfo(WeightTransferUpdateInfo):
-    """The fields of a ``PublishedWeights``, in the form that vLLM passes to workers."""
+class AttachedVersion(WeightTransferUpdateInfo):
+    """The version that `SharedMemoryTransfer.attach` has verified, in the form that vLLM passes to workers."""
 
     version: int
-    path: str
-    checksum: str
-    size_bytes: int
-    publish_s: float = 0.0
-    snapshot_s: float = 0.0
-    hash_s: float = 0.0
-    adapter: str = ""
-    handle: str = ""
 
 
-class SharedMemoryTransfer(WeightTransferEngine[ModelChoice, PublishedInfo]):
-    """Weight transfer from the slots of weights/shared_memory.py; weights are verified before the model is changed.
+class SharedMemoryTransfer(WeightTransferEngine[ModelChoice, AttachedVersion]):
+    """Weight transfer from the slots of weights/shared_memory.py: each rank loads its part of a version from there.
 
-    ``published`` is the reference model: views of the subscriber's private buffer.
+    Lifecycle of an update: `attach` on all ranks -> `receive_weights` on all ranks, if none found a fault.
+    ``published`` is the reference model: views of the slot, which stays as it is until the next update.
     """
 
     init_info_cls = ModelChoice
     published: PublishedModel
-    update_info_cls = PublishedInfo
+    update_info_cls = AttachedVersion
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._subscriber, self._path = Subscriber(CudaMemory.of(device)), vllm_config.model_config.model
+        self._subscriber, self._path = Subscriber(), vllm_config.model_config.model
+        self._tensors: dict[str, Tensor] = {}  # of the attached version
         self._plain = copy.copy(vllm_config)
         self._plain.compilation_config = copy.copy(vllm_config.compilation_config)
         self._plain.compilation_config.mode = CompilationMode.NONE
-        self.fetch_s = 0.0  # time to fetch the last update
 
     def init_transfer_engine(self, init_info: ModelChoice) -> None:
         self.published = PublishedModel.of(ModelConfig(path=self._path, **vars(init_info)))
 
     # Both empty: a layerwise reload leaves tensors on the meta device from its beginning, so it begins only once the
-    # weights are fetched and verified.
+    # weights are verified and known to be this model's.
     def start_weight_update(self) -> None: ...
 
     def finish_weight_update(self) -> None: ...
 
-    def receive_weights(self, update_info: PublishedInfo) -> None:
-        """Fetch and load a version. Raises WeightsCorrupt or ConfigurationError, with nothing changed."""
-        started_s = time.monotonic()
-        tensors = self._subscriber.fetch(PublishedWeights(**vars(update_info)))
-        self.fetch_s = time.monotonic() - started_s
+    def attach(self, published: PublishedWeights, rank: int, ranks: int) -> None:
+        """Attach a version for `receive_weights`, of which each rank verifies a share. Raises WeightsCorrupt."""
+        self._tensors = self._subscriber.attach(published, rank, ranks)
+
+    def receive_weights(self, update_info: AttachedVersion) -> None:
+        """Load the attached version. Raises ConfigurationError, with nothing changed."""
         # Where vLLM has no code of its own for an architecture, it has wrapped transformers' class (the reference's),
         # which asks for a configuration: by this one it isn't compiled.
         with set_current_vllm_config(self._plain):
-            self.published.take(tensors)
+            self.published.take(self._tensors)
         load_weights(self.model, self.model_config, self.published.tensors())
 
     def shutdown(self) -> None: ...
@@ -207,15 +199,22 @@ class WorkerExtension:
             install_sampler(self.model_runner)
         return {"runner": "V2" if is_v2 else "V1", "cpu": on_cpu}
 
-    def headway_update(self, published: dict[str, Any]) -> dict[str, Any]:
-        """Apply a published version while no step is in flight. Returns the seconds to fetch it, or ``corrupt``."""
+    def headway_attach(self, published: dict[str, Any]) -> str:
+        """Attach a version, of which this rank verifies its share. Returns why that can't be done; "": it is."""
+        parallel_config = self.vllm_config.parallel_config
         try:
-            self.start_weight_update()
-            self.update_weights(published)
-            self.finish_weight_update()
+            self.weight_transfer_engine.attach(
+                PublishedWeights(**published), parallel_config.rank, parallel_config.world_size
+            )
         except WeightsCorrupt as error:
-            return {"corrupt": str(error)}
-        return {"fetch_s": self.weight_transfer_engine.fetch_s}
+            return str(error)
+        return ""
+
+    def headway_update(self, version: int) -> None:
+        """Apply the version that all ranks have attached, while no step is in flight."""
+        self.start_weight_update()
+        self.update_weights({"version": version})
+        self.finish_weight_update()
 
     def headway_probe(self, update: int) -> str:
         """Describe the first module that differs from the published weights, or "". ``update`` seeds the inputs."""
