@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -35,14 +35,20 @@ def add_command(
 
 
 def load(
-    context: typer.Context, path: str, *settings: str, resume: bool = False, machine: Machine | None = None
+    context: typer.Context,
+    path: str,
+    *settings: str,
+    resume: bool = False,
+    machine: Machine | None = None,
+    ranks_of: Literal["trainer", "sft"] = "trainer",
 ) -> Experiment:
     """Read the experiment for this machine, or a described one, with ``settings`` below the command's overrides.
     Raises ConfigurationError, and a usage error for an argument that is neither an option of the command nor an
     override."""
     from headway.orchestrator.preflight.experiment_file import load_experiment
 
-    return load_experiment(path, [*settings, *given_overrides(context)], resume=resume, machine=machine)
+    overrides = [*settings, *given_overrides(context)]
+    return load_experiment(path, overrides, resume=resume, machine=machine, ranks_of=ranks_of)
 
 
 def described_machine(path: str) -> Machine | None:

@@ -94,7 +94,7 @@ def sft(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    experiment = experiments.load(context, config)
+    experiment = experiments.load(context, config, ranks_of="sft")
     from headway.orchestrator.jobs.sft import run_sft
     from headway.report.progress_bars import SftProgress
     from headway.report.tables import sft_rows

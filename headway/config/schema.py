@@ -445,8 +445,8 @@ RESUMABLE_KEYS = {
     "hooks": "group_meta logging",
     "weights": "exchange steps_per_publish",
     "pruning": "* *.* *.*.*",
-    "trainer": "devices shards context_parallel expert_parallel micro_batch_tokens micro_batch_samples shared_prefix "
-    "gradient_checkpointing",
+    "trainer": "devices shards context_parallel expert_parallel host_memory micro_batch_tokens micro_batch_samples "
+    "shared_prefix gradient_checkpointing",
     "verifier": "timeout_s workers nodes",
     "verifiers": "*.timeout_s",
     "rollout": "timeout_s retries",

@@ -194,13 +194,14 @@ def _missing_ranks(
     """Find the rank that others wait for in a collective.
 
     It is a fact where the rank has ended its call or is in another collective; while it still computes, it is a stall
-    once that takes longer than expected."""
+    once that takes longer than expected. Ranks wait in groups, of which one may wait for another: the first one is that
+    which computes, or has entered the fewest collectives."""
     trainers = [rank for rank in statuses.values() if role_of(rank.worker) == "trainer" and rank.condition == "answers"]
     waiters = [rank for rank in trainers if rank.in_collective_s is not None and rank.in_collective_s >= limits.fact_s]
     if not waiters:
         return []
     ahead_status = max(waiters, key=lambda status: (status.collectives, status.in_collective_s or 0.0))
-    for status in trainers:
+    for status in sorted(trainers, key=lambda rank: (rank.in_collective_s is not None, rank.collectives)):
         same_collective = (status.collectives, status.collective) == (ahead_status.collectives, ahead_status.collective)
         if status is ahead_status or (same_collective and status.in_collective_s is not None):
             continue
@@ -208,7 +209,7 @@ def _missing_ranks(
         is_overdue = wait is not None and now_s - wait.since_s > expectations.expected_s(wait.kind)
         is_hard = not status.call or (status.in_collective_s or 0.0) >= limits.fact_s
         if not is_hard and not is_overdue:
-            continue
+            return []
         frame, stacks = current_frame(status)
         if status.in_collective_s is not None:
             activity_text = f"is in {status.collective} {status.collectives}, at {frame}"

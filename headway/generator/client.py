@@ -457,7 +457,7 @@ class GeneratorPool:
         mode = "keep" if mode == "drain" else mode  # nothing is in flight
         replica.updating_since_s = self._clock.now()
         try:
-            if replica.node and self._bring_to is not None:
+            if self._bring_to is not None:
                 weights = await self._bring_to(weights, replica.node)
             applied: AppliedWeights = await call_replica(worker, "update_weights", weights, mode)
         except RemoteError as error:

@@ -22,7 +22,6 @@ from headway.records.clients import Generator, PromptCodec, RolloutMaker, Traine
 from headway.records.errors import WorkerDied
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.node import NodeConditions
-from headway.records.plan import RunPlacement
 from headway.records.rollout import Group, Rollout
 from headway.records.sandbox_statistics import SandboxStatistics
 from headway.records.task import Task
@@ -57,11 +56,11 @@ class EarlyPruning(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPools:
-    """The generator and the trainer of a run whose placement may change, and the placement in its configuration."""
+    """The generator and the trainer of a run whose placement may change, and the experiment as it was configured."""
 
     generator: GeneratorPool
     trainer: TrainerClient
-    configured: RunPlacement
+    configured: Experiment
 
 
 @dataclass

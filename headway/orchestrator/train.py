@@ -44,7 +44,7 @@ from headway.rollout.makers.environment import Environments
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.garbage_collection import short_collections
-from headway.runtime.run_directory import RunDirectory, placement_of, with_saved_placement
+from headway.runtime.run_directory import RunDirectory, with_saved_placement
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import INTERRUPTS, handled_signals
 from headway.telemetry.exporters.exporters import start_exports
@@ -299,7 +299,7 @@ async def wire(
     experiment = with_saved_placement(configured_experiment, directory)
     host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, events, directory, waits))
     options: dict[str, Any] = {"host_of": machines.host_of, "exports_weights": exports_weights(experiment)}
-    trainer = TrainerClient(launcher, experiment, identity, log_directory=directory.logs, **options)
+    trainer = TrainerClient(launcher, experiment, identity, configured_experiment, directory.logs, **options)
     generator = GeneratorPool(
         launcher, experiment, clock, on_event=events, log_directory=directory.logs, bring_to=machines.bring_to
     )
@@ -336,7 +336,7 @@ async def wire(
         controller=controller,
         waits=waits,
         nodes=machines.conditions,
-        worker_pools=WorkerPools(generator=generator, trainer=trainer, configured=placement_of(configured_experiment)),
+        worker_pools=WorkerPools(generator=generator, trainer=trainer, configured=configured_experiment),
     )
     fence = (lambda: None) if epoch is None else epoch.require
     buffer_path, copy_location = directory.buffer, experiment.cluster.replicate_to

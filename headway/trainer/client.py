@@ -41,17 +41,19 @@ class TrainerClient(RankWorkers):
         launcher: Launcher,
         experiment: Experiment,
         run_id: str,
-        *,
+        configured: Experiment | None = None,
         log_directory: str | Path | None = None,
+        *,
         host_of: Callable[[str], Awaitable[str]] | None = None,
         exports_weights: bool = False,
     ) -> None:
-        """``host_of(node)``: the address by which others reach a node ("": this machine); needed for ranks on nodes.
-        ``exports_weights``: see `ModelService`; not after `set_devices`."""
+        """``configured``: the experiment before a move of its placement, if there was one. ``host_of(node)``: the
+        address by which others reach a node ("": this machine); needed for ranks on nodes. ``exports_weights``: see
+        `ModelService`; not after `set_devices`."""
         devices = experiment.trainer.devices
         super().__init__(launcher, experiment, run_id, devices, SERVICE, log_directory=log_directory, host_of=host_of)
         self.more_arguments = {"exports_weights": exports_weights}
-        self._configured, self._restarts = experiment, 0
+        self._configured, self._restarts = configured or experiment, 0
         self._begun_checkpoint = ""  # path of `begin_checkpoint`; "": it is being saved, or is
         self._unsaved_checkpoint = ""  # path of the last checkpoint that was begun; "": it is saved
         self.accumulated_parts = 0  # since the last step, in the present processes
@@ -160,7 +162,7 @@ class TrainerClient(RankWorkers):
                 for rank_checksums in await self.call_all_to_end(method):
                     checksums |= rank_checksums
             before_commit()
-            version = await with_own_cause(self._running()[0].call("commit_checkpoint", checksums))
+            version = await self.until_death(with_own_cause(self._running()[0].call("commit_checkpoint", checksums)))
             self._unsaved_checkpoint = ""
         except StorageFailed:
             await self.call_all("discard_checkpoint")

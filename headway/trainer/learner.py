@@ -330,6 +330,7 @@ class Learner:
         if divisor != 1.0:
             for gradient in gradients:
                 gradient /= divisor
+        loss /= self.ranks.context  # whose ranks have the same one
         total_loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         norm_tensor = torch.nn.utils.get_total_norm(gradients)
         if self._trains_rows:
@@ -436,10 +437,6 @@ class Learner:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
-
-
-def _shard_of(weight: Tensor) -> Shard:
-    return shards_of({"": weight})[0]
 
 
 def token_logprobs(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.distributed import get_world_size
 
 from headway.config.schema import Experiment
 from headway.models.loading import DTYPES
@@ -42,8 +43,9 @@ class PublishingRanks:
     def all_gather(self, value: T) -> list[T]:
         """See `Writers.all_gather`."""
         values: list[T | None] = [None] * len(self.nodes)
-        is_main = threading.current_thread() is threading.main_thread()
-        with COLLECTIVES.inside("all_gather") if is_main else nullcontext():  # those of the main thread are compared
+        # The counts of all ranks' main threads are compared, and the ranks of other copies don't publish.
+        is_main, is_every_rank = threading.current_thread() is threading.main_thread(), len(values) == get_world_size()
+        with COLLECTIVES.inside("all_gather") if is_main and is_every_rank else nullcontext():
             torch.distributed.all_gather_object(values, value, group=self._group)
         return cast("list[T]", values)
 

@@ -122,13 +122,30 @@ class RankWorkers:
             raise
 
     async def call_all_to_end(self, method: str, *arguments: Any) -> list[Any]:
-        """`call_all` that raises the first failure when the call has ended on all ranks."""
+        """`call_all` that raises the first failure when the call has ended on all ranks, or one of them is dead."""
         calls = (with_own_cause(worker.call(method, *arguments)) for worker in self._running())
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        outcomes = await self.until_death(asyncio.gather(*calls, return_exceptions=True))
         for failure in outcomes:
             if isinstance(failure, BaseException):
                 raise failure
         return outcomes
+
+    async def until_death(self, call: Awaitable[T]) -> T:
+        """Await a call of some ranks beside their other calls; raises WorkerDied as soon as a rank is dead: others may
+        wait for it in a collective."""
+
+        async def ended() -> T:
+            return await call
+
+        task = asyncio.create_task(ended())
+        death_futures: list[Any] = [worker.died for worker in self._running()]
+        try:
+            await asyncio.wait([task, *death_futures], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise next(future.result() for future in death_futures if future.done())
+        finally:
+            task.cancel()
 
     def _running(self) -> tuple[WorkerHandle, ...]:
         if not self.workers:

@@ -20,7 +20,6 @@ from headway.models.parallel.context import ContextRanks
 from headway.models.parallel.division import Division
 from headway.models.parallel.exchange import RankGroup
 from headway.models.parallel.experts import ExpertRanks
-from headway.models.shards.shard import Shard, row_width
 from headway.records.errors import HeadwayError, RanksDiffer
 from headway.runtime.addresses import split_address
 from headway.runtime.stalls.collectives import COLLECTIVES
@@ -72,6 +71,8 @@ class Ranks:
         self.shard_mesh: DeviceMesh | None = None  # the shards of this copy
         self._context_mesh: DeviceMesh | None = None  # context groups x context
         if size > 1 or meshed:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # collectives of objects use the current one
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(rendezvous))
             if rendezvous.startswith("tcp://"):
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_to(rendezvous))
@@ -83,8 +84,6 @@ class Ranks:
                 timeout=timedelta(hours=1),  # a dead rank is detected by its supervisor, not here
             )
         if shards > 1 or meshed:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
             if experts == 1:
                 self.mesh = self._open_mesh(copies=size // shards, fsdp=shards)
                 self.shard_mesh = self.mesh["fsdp"]  # by this name PEFT knows that modules gather their matrices
@@ -156,24 +155,6 @@ class Ranks:
             for member, part in zip(bucket, parts, strict=True):
                 member.copy_(part.view_as(member))
             bucket = []
-
-    def all_rows(self, shard: Shard) -> Tensor:
-        """The undivided tensor of which each rank of a copy has a ``shard``, complete on all of them."""
-        extent = torch.tensor([shard.first, shard.rows], device=self._device)
-        extents = self._all_gather(extent).view(-1, 2).tolist()
-        padded = shard.tensor.new_zeros(max(rows for _, rows in extents), row_width(shard.shape), device=self._device)
-        padded[: shard.rows] = shard.matrix()
-        complete = padded.new_empty(shard.shape).view(-1, padded.shape[1])
-        for (first, rows), part in zip(extents, self._all_gather(padded).split(len(padded)), strict=True):
-            complete[first : first + rows] = part[:rows]
-        return complete.view(shard.shape)
-
-    def _all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of a copy's ranks, one after another along the first dimension."""
-        gathered = tensor.new_empty(self.shards * len(tensor), *tensor.shape[1:])
-        with COLLECTIVES.inside("all_gather"):
-            torch.distributed.all_gather_single(gathered, tensor, group=self._group("shards"))
-        return gathered
 
     def _group(self, dimension: Dimension) -> torch.distributed.ProcessGroup | None:
         if dimension == "shards":

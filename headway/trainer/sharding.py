@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from headway.models.packed_model import PackedModel
+from headway.models.parallel.exchange import counted
 from headway.records.errors import ConfigurationError
-from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.trainer.ranks import Ranks
 
 T = TypeVar("T")
@@ -136,13 +136,8 @@ class _CountedCollective:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
-        with COLLECTIVES.inside(self._name):
-            work = self._function(output_tensor, input_tensor, **options)
-        if output_tensor.is_cuda:  # only enqueued
-            event = torch.cuda.Event()
-            event.record()
-            COLLECTIVES.enqueue(event.query)
-        return work
+        with counted(self._name, output_tensor):
+            return self._function(output_tensor, input_tensor, **options)
 
 
 def is_divided(tensor: Tensor) -> bool:
@@ -162,6 +157,14 @@ def _require_units(model: PackedModel) -> None:
         raise ConfigurationError(
             "trainer.shards: the model has no list of its decoder's layers, which would be divided one by one; valid: 1"
         )
+    in_layers = {id(parameter) for layer in model.layers for parameter in layer.parameters()}
+    layer_modules = {id(module) for layer in model.layers for module in layer.modules()}
+    outside = [
+        (name, parameter)
+        for module_name, module in model.named_modules()
+        if id(module) not in layer_modules
+        for name, parameter in module.named_parameters(module_name, recurse=False, remove_duplicate=False)
+    ]
     unit_by_id: dict[int, int] = {}
     for number, layer in enumerate(model.layers):
         for name, parameter in layer.named_parameters():
@@ -170,3 +173,12 @@ def _require_units(model: PackedModel) -> None:
                     f"trainer.shards: layers {unit_by_id[id(parameter)]} and {number} share the matrix {name}, which "
                     "can't be divided with both; valid: 1"
                 )
+    for name, parameter in outside:
+        if id(parameter) in in_layers:
+            raise ConfigurationError(
+                f"trainer.shards: layer {unit_by_id[id(parameter)]} shares the matrix {name} with what is outside of "
+                "the layers, which can't be divided with both; valid: 1"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise ConfigurationError(f"trainer.shards: {name} is a single number, which has no rows; valid: 1")

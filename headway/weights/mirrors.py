@@ -15,7 +15,6 @@ from headway.runtime.clock import Clock
 from headway.runtime.supervision import cancel_all
 from headway.runtime.worker_slots import WorkerSlot
 from headway.runtime.workers import EventCallback, Launcher, WorkerHandle, WorkerSpec
-from headway.weights.division import Range
 
 _FACTORY = "headway.weights.mirror:MirrorService"
 _FETCH_S = 600.0
@@ -50,6 +49,9 @@ class Mirrors:
         self._slots: dict[str, WorkerSlot] = {}  # by node
         self._addresses: dict[str, tuple[WorkerHandle, str]] = {}  # of mirrors, by node
         self._chains: dict[int, list[str]] = {}  # version -> nodes, in the order of the chain
+        self._served: tuple[tuple[int, str], asyncio.Future[None]] | None = (
+            None  # the last version: it and its checksum
+        )
         self._copies: dict[tuple[int, str, str], asyncio.Task[PublishedWeights]] = {}  # version, its checksum, node
 
     async def on_node(self, published: PublishedWeights, node: str) -> PublishedWeights:
@@ -70,10 +72,15 @@ class Mirrors:
         """List what keeps ``nodes`` from fetching, each from the trainer's machine, from ``publishers``, where the
         trainer's ranks publish a part, and from the node before it."""
         failures, node_names = list[str](), list(dict.fromkeys((self._origin, *nodes)))
-        if node_names[1:]:  # start them together; failures are found below
-            await asyncio.gather(*map(self._mirror, node_names), return_exceptions=True)
-        for previous_node, reader in pairwise(node_names):
-            for source in dict.fromkeys((self._origin, *publishers, previous_node)):
+        sources_by_reader: dict[str, tuple[str, ...]] = {
+            reader: (self._origin, *publishers, previous_node) for previous_node, reader in pairwise(node_names)
+        }
+        if other_publishers := tuple(node for node in publishers if node != self._origin):
+            sources_by_reader[self._origin] = other_publishers  # it has a part alone
+        if sources_by_reader:  # start them together; failures are found below
+            await asyncio.gather(*map(self._mirror, {*node_names, *publishers}), return_exceptions=True)
+        for reader, sources in sources_by_reader.items():
+            for source in dict.fromkeys(sources):
                 try:
                     (_, address), (mirror_worker, _) = await self._mirror(source), await self._mirror(reader)
                     why = await mirror_worker.call("problem_with", address, timeout_s=_START_S)
@@ -94,8 +101,11 @@ class Mirrors:
         chain_nodes.append(node)
         try:
             try:
+                if previous_node is None or published.parts:
+                    await self._serve_once(published)
                 return await self._fetch(published, node, previous_node)
             except WeightsCorrupt:  # a mirror has died, here or there: its successor may do better
+                await self._serve(published)
                 return await self._fetch(published, node, None)
         except BaseException:
             chain_nodes.remove(node)
@@ -103,29 +113,34 @@ class Mirrors:
 
     async def _fetch(self, published: PublishedWeights, node: str, source: str | None) -> PublishedWeights:
         """Fetch from ``source``'s mirror into ``node``'s; None: from where it was published."""
-        publisher_part = PublishedPart(node=self._origin, path=published.path, ranges=())
         try:
-            if source is None:
-                sources = [await self._serve(published, part) for part in published.parts or [publisher_part]]
-            else:
-                sources = [((await self._mirror(source))[1], ())]
+            parts = self._parts_of(published) if source is None else [PublishedPart(node=source, path="", ranges=())]
+            sources = [((await self._mirror(part.node))[1], part.ranges) for part in parts]
             node_mirror, _ = await self._mirror(node)
             return await node_mirror.call("fetch", published, sources, timeout_s=_FETCH_S)
-        except RemoteError as error:
-            if isinstance(error.__cause__, WeightsCorrupt):
-                raise error.__cause__ from None
-            raise WeightsCorrupt(f"version {published.version} on node {node}: {error}") from error
         except (HeadwayError, TimeoutError) as error:
-            if isinstance(error, WeightsCorrupt):
-                raise
-            raise WeightsCorrupt(f"version {published.version} on node {node}: {error}") from error
+            raise _corrupt(published, node, error) from error
 
-    async def _serve(self, published: PublishedWeights, part: PublishedPart) -> tuple[str, tuple[Range, ...]]:
-        """Let the mirror of a part's node serve it. Returns its address, and what is there."""
-        mirror_worker, address = await self._mirror(part.node)
-        own_file = msgspec.structs.replace(published, path=part.path, parts=())
-        await mirror_worker.call("serve_published", own_file, part.ranges)
-        return address, part.ranges
+    async def _serve_once(self, published: PublishedWeights) -> None:
+        """Have a version served from where it was published, before the first fetch: a mirror that fetches takes no
+        other call, and two would wait for each other's parts."""
+        key = published.version, published.checksum
+        if self._served is None or self._served[0] != key:
+            self._served = key, asyncio.ensure_future(self._serve(published))
+        await asyncio.shield(self._served[1])
+
+    async def _serve(self, published: PublishedWeights) -> None:
+        """Let the mirrors of the nodes where it was published serve a version. Raises WeightsCorrupt."""
+        for part in self._parts_of(published):
+            try:
+                mirror_worker, _ = await self._mirror(part.node)
+                own_file = msgspec.structs.replace(published, path=part.path, parts=())
+                await mirror_worker.call("serve_published", own_file, part.ranges)
+            except (HeadwayError, TimeoutError) as error:
+                raise _corrupt(published, part.node, error) from error
+
+    def _parts_of(self, published: PublishedWeights) -> Sequence[PublishedPart]:
+        return published.parts or [PublishedPart(node=self._origin, path=published.path, ranges=())]
 
     async def _mirror(self, node: str) -> tuple[WorkerHandle, str]:
         """The mirror of ``node`` and its address for others, started if there is none. Raises the errors of the
@@ -146,3 +161,13 @@ class Mirrors:
         if node not in self._addresses or self._addresses[node][0] is not worker:
             self._addresses[node] = (worker, await worker.call("address"))
         return self._addresses[node]
+
+
+def _corrupt(published: PublishedWeights, node: str, error: Exception) -> WeightsCorrupt:
+    """The error of a version that doesn't get to a node."""
+    cause = error.__cause__ if isinstance(error, RemoteError) else error
+    return (
+        cause
+        if isinstance(cause, WeightsCorrupt)
+        else WeightsCorrupt(f"version {published.version} on node {node}: {error}")
+    )

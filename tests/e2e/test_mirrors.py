@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -156,7 +156,7 @@ def test_a_source_killed_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_pat
     run(main)
 
 
-def parts_of(folder: Path, version: int, nodes: str = "ab") -> PublishedWeights:
+def parts_of(folder: Path, version: int, nodes: Sequence[str] = "ab") -> PublishedWeights:
     """A version that ranks on several nodes have published together."""
 
     def of_rank(writer: ThreadWriter) -> PublishedWeights:
@@ -197,6 +197,27 @@ def test_each_range_comes_from_the_node_that_has_it(tmp_path: Path):
             assert same(await asyncio.to_thread(readers[1].fetch, published, chained), tensors(version))
         for each in (*owners, *readers):
             each.close()
+
+    run(main)
+
+
+def test_nodes_that_have_parts_and_ask_at_once_wait_for_no_patience(tmp_path: Path):
+    async def main() -> None:
+        async with joined_nodes(tmp_path, "b") as (nodes, events, _):
+            settings = {name: SETTINGS[name] for name in ("key", "epoch", "orphan_s")} | {
+                "run_id": tmp_path.name,
+                "ports": list(range(29720, 29740)),
+            }
+            mirrors = Mirrors(nodes, RealClock(), "", nodes.host_of, settings, events)
+            assert await mirrors.problems([], ["", "b"]) == []
+            for version in range(3):
+                published = parts_of(tmp_path, version, nodes=("", "b"))
+                askers = ("b", "") if version % 2 else ("", "b")
+                asking = asyncio.gather(*(mirrors.on_node(published, node) for node in askers))
+                copies = await asyncio.wait_for(asking, 15.0)
+                assert len({copy.path for copy in copies}) == 2
+                assert all(same(copy, tensors(version)) and not copy.parts for copy in copies)
+            await mirrors.stop()
 
     run(main)
 

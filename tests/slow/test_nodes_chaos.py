@@ -58,8 +58,8 @@ SMALL_SHM = "mount -t tmpfs -o size=16m tmpfs /dev/shm; export TMPDIR=/dev/shm"
 class Cluster:
     """A run over three namespaces and the agents on two of them, with the means to break it."""
 
-    def __init__(self, folder: Path, names: list[str], rng: random.Random) -> None:
-        self.folder, self.names, self.rng = folder, names, rng
+    def __init__(self, folder: Path, names: list[str], rng: random.Random, nodes: tuple[str, ...] = ("b", "c")) -> None:
+        self.folder, self.names, self.rng, self.nodes = folder, names, rng, nodes
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.journal: list[dict[str, Any]] = []
         self.process: subprocess.Popen[str] | None = None
@@ -83,7 +83,7 @@ class Cluster:
 
     def keep_agents(self) -> None:
         """Start the agents that don't run, as a machine's service manager would."""
-        for index, name in ((1, "b"), (2, "c")):
+        for index, name in enumerate(self.nodes, 1):
             if name not in self.agents or self.agents[name].poll() is not None:
                 self.agents[name] = start_agent(
                     ADDRESS,
@@ -130,7 +130,7 @@ class Cluster:
             os.kill(self.rng.choice(workers), number)
 
     def kill_agent(self) -> None:
-        self.agents[self.rng.choice(["b", "c"])].kill()
+        self.agents[self.rng.choice(self.nodes)].kill()
 
     def kill_orchestrator(self) -> None:
         for pid in self.pids(0, "headway.cli.main", "train"):
@@ -186,6 +186,21 @@ class Cluster:
                 self.begin()
             time.sleep(0.2)
 
+    def interrupt(self) -> None:
+        for pid in self.pids(0, "headway.cli.main", "train"):
+            os.kill(pid, signal.SIGINT)
+        assert self.process is not None
+        output, _ = self.process.communicate(timeout=120)
+        assert self.process.returncode == 130, output + self.story()
+
+    def end(self) -> None:
+        """Kill all that is left in the namespaces."""
+        for index in range(len(self.names)):
+            for pid in self.pids(index):
+                os.kill(pid, signal.SIGKILL)
+        for agent in self.agents.values():
+            agent.wait()
+
     def story(self) -> str:
         logs = "".join(path.read_text()[-1500:] for path in sorted(self.folder.glob("*.log")))
         return "\n".join(map(json.dumps, self.journal)) + "\n" + logs + tiny_run.tail_of(self.run)
@@ -219,17 +234,9 @@ def play(folder: Path, seed: int, faults: tuple[str, ...] = ()) -> Cluster:
                 cluster.until_step(done + 3)
                 took_s = round(time.monotonic() - at_s, 2)
                 cluster.journal.append({"fault": fault, "step": done, "three_steps_s": took_s})
-            for pid in cluster.pids(0, "headway.cli.main", "train"):
-                os.kill(pid, signal.SIGINT)
-            assert cluster.process is not None
-            output, _ = cluster.process.communicate(timeout=120)
-            assert cluster.process.returncode == 130, output + cluster.story()
+            cluster.interrupt()
         finally:
-            for index in range(3):
-                for pid in cluster.pids(index):
-                    os.kill(pid, signal.SIGKILL)
-            for agent in cluster.agents.values():
-                agent.wait()
+            cluster.end()
     return cluster
 
 

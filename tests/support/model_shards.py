@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.models.shards.shard import Shard, rank_rows
+from headway.models.shards.shard import Shard
+
+
+def rank_rows(rows: int, rank: int, ranks: int) -> range:
+    """The indices of the first dimension that a rank has, as `torch.chunk` divides them: the last ranks may have fewer
+    or none."""
+    share = -(-rows // ranks)
+    return range(min(rows, rank * share), min(rows, (rank + 1) * share))
 
 
 def rank_shards(tensors: dict[str, Tensor], rank: int, ranks: int, fill: float | None = None) -> list[Shard]:

@@ -197,3 +197,11 @@ def is_generator(pid: int) -> bool:
         return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False
+
+
+def computes_on(pid: int, core: int) -> bool:
+    """Whether a process is pinned to one core and has loaded torch: a generator or a rank of a trainer."""
+    try:
+        return os.sched_getaffinity(pid) == {core} and "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False

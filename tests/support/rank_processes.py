@@ -22,7 +22,7 @@ from tiny_trainer import Context, make_batch
 
 from headway.algorithms.samples import FlatBatch, MicroBatchArrays, SampleArrays, lay_out, slice_micro_batch
 from headway.algorithms.step_plan import divide
-from headway.models.shards.shard import shards_of
+from headway.models.shards.shard import Shard, row_width, shards_of
 from headway.records.errors import LayoutsDisagree
 from headway.records.training import TrainBatch
 from headway.runtime.stalls.collectives import COLLECTIVES
@@ -114,13 +114,21 @@ def share(trainer: TrainerService, batch: TrainBatch) -> FlatBatch:
     return laid_out.take(divide(laid_out, trainer.experiment.trainer, ranks.data_size)[ranks.data_rank])
 
 
+def all_rows(learner: Learner, shard: Shard) -> torch.Tensor:
+    """The undivided tensor of which each rank of a copy has a ``shard``, complete on all of them."""
+    ranks, undivided = learner.ranks, torch.zeros(shard.shape)
+    matrix = undivided.view(-1, row_width(shard.shape))
+    matrix[shard.first : shard.first + shard.rows] = shard.matrix()
+    return ranks.sum_(undivided, "shards")
+
+
 def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
     """Tensors of the trained parameters with all of their rows."""
     weights = learner.weights()
     named = zip(learner.masters.trained(), tensors, strict=True)
     if learner._trains_rows:
         shards = {name: replace(shards_of({name: weights[name]})[0], tensor=own.detach()) for name, own in named}
-        return {name: learner.ranks.all_rows(shard).numpy().copy() for name, shard in shards.items()}
+        return {name: all_rows(learner, shard).numpy().copy() for name, shard in shards.items()}
     return {name: tensor.detach().numpy().copy() for name, tensor in named}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,18 @@ import torch.distributed
 from torch import Tensor
 
 from headway.runtime.stalls.collectives import COLLECTIVES
+
+
+@contextmanager
+def counted(name: str, tensor: Tensor) -> Iterator[None]:
+    """Count the block as a collective operation on ``tensor``, in which this rank waits until its device has ended it:
+    NCCL only enqueues it."""
+    with COLLECTIVES.inside(name):
+        yield
+    if tensor.is_cuda:
+        event = torch.cuda.Event()
+        event.record()
+        COLLECTIVES.enqueue(event.query)
 
 
 class RankGroup:
@@ -29,7 +43,7 @@ class RankGroup:
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """`exchange` without gradient."""
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
-        with COLLECTIVES.inside("all_to_all"):
+        with counted("all_to_all", arrived):
             torch.distributed.all_to_all_single(arrived, rows.contiguous(), received, sent, self._group)
         return arrived
 

@@ -69,7 +69,10 @@ class RowNumbers:
         parameter, shape = self._parameters[position]
         turned = (column.ndim > 1) != (len(shape) > 1) or (column.ndim > 1 and column.shape[-1] != 1)
         if turned or numbers.max() >= self._starts[position + 1]:
-            raise ConfigurationError(f"{name} isn't made of rows of {parameter}: ranks can't read or write their share")
+            raise ConfigurationError(
+                f"trainer.shards: {name} isn't made of rows of {parameter}, so that ranks can't read or write their "
+                "share; valid: 1, with trainer.host_memory = 'none' or 'optimiser'"
+            )
         file_shape = (*column.shape[:-1], shape[-1]) if column.ndim > 1 else tuple(column.shape)
         return FileTensor(name, file_shape, parameter, numbers - self._starts[position])
 

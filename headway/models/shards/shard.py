@@ -35,11 +35,6 @@ class Shard:
         """The rows as a view [rows, width]."""
         return self.tensor.view(-1, row_width(self.shape))
 
-    def part_of(self, undivided: Tensor) -> Tensor:
-        """This shard's rows of another tensor of the undivided shape; a view if that is contiguous."""
-        matrix = undivided.reshape(-1, row_width(self.shape))
-        return matrix[self.first : self.first + self.rows].view(self.tensor.shape)
-
     def copied(self) -> Shard:
         """A shard of the same rows, in new memory of the host."""
         copy = self.tensor.cpu()
@@ -49,13 +44,6 @@ class Shard:
 def row_width(shape: tuple[int, ...]) -> int:
     """The elements of a row of a tensor of this shape."""
     return shape[-1] if len(shape) > 1 else 1
-
-
-def rank_rows(rows: int, rank: int, ranks: int) -> range:
-    """The indices of the first dimension that ``rank`` holds, as `torch.chunk` divides them: the last ranks may hold
-    fewer or none."""
-    share = -(-rows // ranks)
-    return range(min(rows, rank * share), min(rows, (rank + 1) * share))
 
 
 def shards_of(tensors: Mapping[str, Tensor]) -> list[Shard]:

@@ -95,7 +95,8 @@ class PlacementChanger:
     def __init__(self, run: RunContext, ensure_checkpoint: Callable[[], Awaitable[None]]) -> None:
         """``ensure_checkpoint()`` returns when there is one of the present version."""
         self._run = run
-        self._configured, self._ensure_checkpoint = run.experiment, ensure_checkpoint
+        self._configured = run.experiment if run.worker_pools is None else run.worker_pools.configured
+        self._ensure_checkpoint = ensure_checkpoint
         self._present = placement_of(run.experiment)  # the actual one, also amid a move
         self._names = {device: f"generator-{i}" for i, device in enumerate(self._present.generator)}  # of replicas
 
@@ -188,7 +189,8 @@ class PlacementChanger:
         run.state.knobs = msgspec.structs.replace(first_knobs(run.experiment), **kept_knobs)
         run.state.changed.notify()
         directory = RunDirectory(run.directory)
-        directory.write_json(directory.placement, PlacementFile(configured=pools.configured, present=self._present))
+        file = PlacementFile(configured=placement_of(pools.configured), present=self._present)
+        directory.write_json(directory.placement, file)
 
 
 def planned_move(settings: dict[str, str], gain: float, rate: float, cost_s: float) -> PlannedMove:

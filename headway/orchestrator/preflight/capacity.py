@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from headway.config.auto import Machine
+from headway.config.auto import Gpu, Machine
 from headway.config.load import placed_experiment
 from headway.config.schema import Experiment, HostMemory
 from headway.control.tuning.diagnosis import DeviceSplit
@@ -19,12 +19,14 @@ from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import OF_NODE, RankLayout, bytes_of, exchanged_bytes, memory_uses
 from headway.records.check_report import MemoryPlace, MemoryUse
 from headway.records.errors import ConfigurationError
+from headway.runtime.devices import parse_device
 from headway.runtime.nodes.conditions import machine_memory
 from headway.runtime.nodes.gpus import read_machine
 from headway.weights.slots import SHARED_MEMORY
 
 GIB = 2**30
 FULL_SHARE = 0.9  # of the free bytes: beyond it, a warning
+NODE_GPU = Gpu(index=0, name="of a node", memory_bytes=24 * GIB, free_bytes=24 * GIB)  # the least that RL is done on
 
 
 def memory_places(
@@ -141,8 +143,14 @@ def shard_counts(experiment: Experiment) -> list[int]:
 
 def fewest_shards(experiment: Experiment, machine: Machine) -> int:
     """The smallest number of ranks that divide a copy of the model so that the trainer's devices have the memory; all
-    of them if none do, and 1 if the model's sizes are unknown."""
-    counts = shard_counts(experiment)
+    of them if none do, and 1 if the model's sizes are unknown. A node's GPUs, which are unknown before it joins, count
+    as this machine's, or as `NODE_GPU`."""
+    counts, devices = shard_counts(experiment), [parse_device(name) for name in experiment.trainer.devices]
+    if any(device.node and device.kind == "cuda" for device in devices):
+        machine = Machine(
+            gpus=(*machine.cuda, NODE_GPU)[:1] * len(devices), memory_bytes=0, described=machine.described
+        )
+        experiment = with_trainer(experiment, devices=tuple(f"cuda:{rank}" for rank in range(len(devices))))
     try:
         model = sizes_of(experiment.model.path)
         for shards in counts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headway.config.auto import AUTO, Machine, resolve
 from headway.config.load import apply_overrides, read_toml, validate_experiment
@@ -16,17 +16,33 @@ from headway.records.errors import ConfigurationError
 from headway.runtime.nodes.gpus import read_machine
 from headway.runtime.run_directory import RunDirectory
 
+RanksOf = Literal["trainer", "sft"]
+
 
 def load_experiment(
-    path: str | Path, overrides: Sequence[str] = (), *, resume: bool = False, machine: Machine | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    machine: Machine | None = None,
+    ranks_of: RanksOf = "trainer",
 ) -> Experiment:
     """Read and validate the experiment at ``path``, with ``overrides`` (``section.key=value``), for this machine or a
     described ``machine``; ``resume``: the run in its directory goes on, which keeps engine, dtypes and the commits of
-    models. Downloads models that it names. Raises ConfigurationError naming key, value and valid values."""
-    return prepared(apply_overrides(read_toml(path), overrides, Experiment), str(path), resume=resume, machine=machine)
+    models. ``ranks_of``: the section whose devices the keys of ``trainer`` divide a model among; "sft" where it is for
+    `run_sft`. Downloads models that it names. Raises ConfigurationError naming key, value and valid values."""
+    raw = apply_overrides(read_toml(path), overrides, Experiment)
+    return prepared(raw, str(path), resume=resume, machine=machine, ranks_of=ranks_of)
 
 
-def prepared(raw: dict[str, Any], origin: str, *, resume: bool = False, machine: Machine | None = None) -> Experiment:
+def prepared(
+    raw: dict[str, Any],
+    origin: str,
+    *,
+    resume: bool = False,
+    machine: Machine | None = None,
+    ranks_of: RanksOf = "trainer",
+) -> Experiment:
     """Validate a raw mapping as `load_experiment` does; ``origin`` names it in errors."""
     machine = machine or read_machine()
     stored_experiment = _stored(raw.get("run")) if resume else None
@@ -42,12 +58,26 @@ def prepared(raw: dict[str, Any], origin: str, *, resume: bool = False, machine:
                 model = model | {key: folder}
         raw = raw | {"model": model}
     resolved = resolve(raw, machine, in_transformers=_in_transformers(model), kept=stored_experiment)
-    experiment, trainer = validate_experiment(resolved, origin), raw.get("trainer")
+    if ranks_of == "sft":
+        resolved = _with_ranks_of_sft(resolved)
+    try:
+        experiment, trainer = validate_experiment(resolved, origin), raw.get("trainer")
+    except ConfigurationError as error:
+        raise ConfigurationError(str(error).replace("of trainer.devices", f"of {ranks_of}.devices")) from None
     is_auto = not isinstance(trainer, dict) or trainer.get("shards", AUTO) == AUTO
     if not is_auto or len(experiment.trainer.devices) == 1:
         return experiment
     update = {"shards": fewest_shards(experiment, machine)}
     return experiment.model_copy(update={"trainer": experiment.trainer.model_copy(update=update)})
+
+
+def _with_ranks_of_sft(resolved: dict[str, Any]) -> dict[str, Any]:
+    """The mapping with the ranks of SFT as the trainer's, if there are several; one divides nothing."""
+    sft, trainer = resolved.get("sft"), resolved.get("trainer", {})
+    devices = sft.get("devices") if isinstance(sft, dict) else None
+    if not isinstance(devices, list) or len(devices) == 1 or not isinstance(trainer, dict):
+        return resolved
+    return resolved | {"trainer": trainer | {"devices": devices}}
 
 
 def _stored(run: object) -> Mapping[str, Any] | None:

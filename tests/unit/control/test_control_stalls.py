@@ -114,6 +114,19 @@ def test_rank_that_still_computes_is_missing_only_beyond_the_expected_time() -> 
     assert stall.cause.endswith("all_reduce 42 for trainer-0, which is in headway/trainer/learner.py:118 update")
 
 
+def test_the_rank_for_which_groups_wait_in_turn_is_named() -> None:
+    """Rank 3 computes, rank 2 waits for it in their context group, and the other group for both in the next sum."""
+    behind = status("trainer-3", collectives=9, collective="all_to_all")
+    second = status("trainer-2", collective="all_to_all", collectives=10, in_collective_s=30.0)
+    ahead = [
+        status(f"trainer-{rank}", collective="all_gather", collectives=11, in_collective_s=29.0) for rank in (0, 1)
+    ]
+    waits = [wait(f"trainer-{rank}") for rank in range(4)]
+    [stall] = found(waits, [*ahead, second, behind], 31.0)
+    assert stall.owner == "trainer-3"
+    assert not found(waits, [*ahead, second, behind], 16.0), "it may still compute"
+
+
 def test_ranks_in_one_collective_are_no_stall() -> None:
     statuses = [
         status(f"trainer-{rank}", collective="all_reduce", collectives=7, in_collective_s=9.0) for rank in (0, 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_shards import rank_shards
+from model_shards import rank_rows, rank_shards
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,7 +23,7 @@ from headway.models.initialise import initialise_model
 from headway.models.layout import fused_expert_entries, hugging_face_entries
 from headway.models.loading import build, load_model, load_shards, save_model, save_shards, weights_of
 from headway.models.shards.row_map import decoder_tensors
-from headway.models.shards.shard import Shard, rank_rows, shards_of
+from headway.models.shards.shard import Shard, shards_of
 from headway.records.errors import ConfigurationError
 
 torch.set_num_threads(1)

@@ -17,8 +17,10 @@ from headway.models.configuration import DecoderConfig, ExpertMixture, SlidingWi
 from headway.models.sizes import ModelSizes, sizes_from
 from headway.orchestrator.preflight import capacity, memory
 from headway.orchestrator.preflight.capacity import exports_weights, memory_findings, memory_places
+from headway.orchestrator.preflight.experiment_file import prepared
 from headway.orchestrator.preflight.memory import memory_uses
 from headway.records.check_report import Finding, MemoryPlace, MemoryUse
+from headway.records.errors import ConfigurationError
 from headway.runtime.nodes import conditions
 from headway.tokens.grammar import MOST_CACHED_BYTES
 from headway.weights.slots import SHARED_MEMORY
@@ -221,6 +223,32 @@ def test_the_fewest_shards_that_have_the_memory(tmp_path: Path, monkeypatch: pyt
         assert capacity.fewest_shards(chosen, machine) == shards
     assert capacity.fewest_shards(chosen, machine_with(needed[4], 4)) == 4  # none has it: all
     assert capacity.fewest_shards(chosen, Machine()) == 1  # nothing is known of these GPUs
+
+    on_node = capacity.with_trainer(chosen, devices=tuple(f"a/{device}" for device in FOUR))
+    for shards, nbytes in needed.items():
+        gpu_bytes = round(nbytes / capacity.FULL_SHARE) + 1
+        assert capacity.fewest_shards(on_node, machine_with(gpu_bytes, 1)) == shards  # as this machine's
+        gpu = replace(capacity.NODE_GPU, memory_bytes=gpu_bytes, free_bytes=gpu_bytes)
+        monkeypatch.setattr(capacity, "NODE_GPU", gpu)
+        assert capacity.fewest_shards(on_node, Machine()) == shards
+
+
+@pytest.mark.parametrize(("shards", "layout"), [("auto", (1, 1, 1)), (4, (4, 1, 1)), ("all", (4, 1, 1))])
+def test_the_ranks_of_sft_are_those_that_divide_its_model(tmp_path: Path, shards: Any, layout: Any) -> None:
+    chosen = experiment(tmp_path, sft={"devices": [f"cpu:{core}" for core in range(4)]}, trainer={"devices": ["cpu:0"]})
+    raw = chosen.model_dump(mode="json")
+    raw["trainer"]["shards"] = shards
+    for_sft = prepared(raw, "experiment", ranks_of="sft").trainer
+    assert (*for_sft.devices,) == chosen.sft.devices
+    assert for_sft.layout_of(4) == layout
+    raw["trainer"]["shards"] = 3
+    with pytest.raises(
+        ConfigurationError, match=r"shards = 3 doesn't divide the 4 ranks of sft\.devices; valid: 1, 2, 4"
+    ):
+        prepared(raw, "experiment", ranks_of="sft")
+    raw["trainer"] |= {"devices": ["cpu:0"] * 3}
+    raw["sft"]["devices"] = ["cpu:0"]
+    assert prepared(raw, "experiment", ranks_of="sft").trainer.shards == 3  # a single rank divides nothing
 
 
 def test_check_says_why_a_model_is_divided_and_which_layout_would_fit(tmp_path: Path) -> None:

@@ -20,13 +20,15 @@ from headway.trainer.client import TrainerClient
 class Rank:
     """A rank whose calls fail as gloo's do, and which dies after a while, or never."""
 
-    def __init__(self, dies_after_s: float | None) -> None:
-        self.died = Death()
+    def __init__(self, dies_after_s: float | None, endless: tuple[str, ...] = ()) -> None:
+        self.died, self.endless = Death(), endless
         if dies_after_s is not None:
             error = WorkerDied("trainer-1", "killed by SIGKILL")
             asyncio.get_running_loop().call_later(dies_after_s, self.died.set, error)
 
     async def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        if method in self.endless:
+            await asyncio.Event().wait()
         raise RemoteError("trainer-0", method, "RuntimeError: Connection reset by peer", "")
 
 
@@ -49,3 +51,20 @@ def test_without_a_death_the_error_is_the_cause(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(rank_workers, "_DEATH_S", 0.2)
     with pytest.raises(RemoteError, match="Connection reset by peer"):
         ended(tmp_path, None)
+
+
+@pytest.mark.parametrize("method", ["checkpoint_written", "commit_checkpoint"])
+def test_a_save_beside_a_step_ends_with_a_death_in_the_step(tmp_path: Path, method: str) -> None:
+    """Where another rank waits for the dead one in a collective of the step, and takes no other call."""
+
+    async def main() -> None:
+        experiment = tiny_run.experiment_of(tiny_run.write_experiment(tmp_path))
+        trainer = TrainerClient(LocalLauncher(RealClock()), experiment, "run")
+        trainer.workers = (Rank(None, endless=(method,)), Rank(0.2, endless=(method,)))  # type: ignore[assignment]
+        if method == "checkpoint_written":
+            await trainer.call_all_to_end(method)
+        else:
+            await trainer.until_death(trainer.workers[0].call(method, {}))
+
+    with pytest.raises(WorkerDied, match="trainer-1 died: killed by SIGKILL"):
+        asyncio.run(asyncio.wait_for(main(), 20.0))
