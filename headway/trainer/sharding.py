@@ -49,7 +49,7 @@ class ShardedModel:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
         from torch.distributed.fsdp import register_fsdp_forward_method as register
 
-        _require_units(model)
+        require_units(model)
         assert ranks.mesh is not None
         on_gpu = device.type == "cuda"
         options: dict[str, Any] = {
@@ -150,35 +150,23 @@ def own_rows_of(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def _require_units(model: PackedModel) -> None:
+def require_units(model: PackedModel) -> None:
     if not hasattr(torch.distributed, "reduce_scatter_single"):
         raise ConfigurationError(f"trainer.shards needs torch 2.13, and {torch.__version__} is installed; valid: 1")
     if not len(model.layers):
         raise ConfigurationError(
             "trainer.shards: the model has no list of its decoder's layers, which would be divided one by one; valid: 1"
         )
-    in_layers = {id(parameter) for layer in model.layers for parameter in layer.parameters()}
-    layer_modules = {id(module) for layer in model.layers for module in layer.modules()}
-    outside = [
-        (name, parameter)
-        for module_name, module in model.named_modules()
-        if id(module) not in layer_modules
-        for name, parameter in module.named_parameters(module_name, recurse=False, remove_duplicate=False)
-    ]
-    unit_by_id: dict[int, int] = {}
-    for number, layer in enumerate(model.layers):
-        for name, parameter in layer.named_parameters():
-            if unit_by_id.setdefault(id(parameter), number) != number:
+    inside = {id(module) for layer in model.layers for module in layer.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    units = [*((f"layer {number}", [*layer.modules()]) for number, layer in enumerate(model.layers))]
+    unit_by_parameter: dict[int, str] = {}
+    for unit, modules in [*units, ("what is outside of the layers", outside)]:
+        for name, parameter in (pair for module in modules for pair in module.named_parameters(recurse=False)):
+            if parameter.ndim == 0:
+                raise ConfigurationError(f"trainer.shards: {name} of {unit} is a number, without rows; valid: 1")
+            if (first_unit := unit_by_parameter.setdefault(id(parameter), unit)) != unit:
                 raise ConfigurationError(
-                    f"trainer.shards: layers {unit_by_id[id(parameter)]} and {number} share the matrix {name}, which "
-                    "can't be divided with both; valid: 1"
+                    f"trainer.shards: {first_unit} and {unit} share the matrix {name}, which can't be divided with "
+                    "both; valid: 1"
                 )
-    for name, parameter in outside:
-        if id(parameter) in in_layers:
-            raise ConfigurationError(
-                f"trainer.shards: layer {unit_by_id[id(parameter)]} shares the matrix {name} with what is outside of "
-                "the layers, which can't be divided with both; valid: 1"
-            )
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise ConfigurationError(f"trainer.shards: {name} is a single number, which has no rows; valid: 1")

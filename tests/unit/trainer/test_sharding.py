@@ -15,6 +15,8 @@ from tiny_trainer import make_experiment
 
 from headway.config.load import validate_experiment
 from headway.models.loading import save_model
+from headway.records.errors import ConfigurationError
+from headway.trainer.sharding import require_units
 from tests.conformance.reference import random_model
 
 torch.set_num_threads(1)
@@ -203,3 +205,17 @@ def test_a_planted_fault_is_found(folder: Path, fault: str) -> None:
         return
     expected = on_one(folder, case, train, 1)["gradients"]
     assert any(difference(actual["gradients"], expected) > 1e-3 for actual in call())
+
+
+def test_a_model_that_cannot_be_divided_by_layers_is_refused() -> None:
+    model = random_model(0, vocabulary=41)
+    require_units(model)
+    model.layers[1].input_norm = model.layers[0].input_norm
+    with pytest.raises(ConfigurationError, match=r"layer 0 and layer 1 share the matrix input_norm, which can't be"):
+        require_units(model)
+    model.layers[1].input_norm = model.final_norm
+    with pytest.raises(ConfigurationError, match=r"layer 1 and what is outside of the layers share .* final_norm"):
+        require_units(model)
+    model.layers[1].input_norm = torch.nn.Parameter(torch.ones(()))
+    with pytest.raises(ConfigurationError, match=r"input_norm of layer 1 is a number, without rows; valid: 1"):
+        require_units(model)
