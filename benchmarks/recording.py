@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import sys
 import tempfile
@@ -143,7 +144,7 @@ def measure_trainer(steps: int, width: int) -> dict[str, Any]:
         (folder / "run").mkdir()
 
         class Context:
-            device = parse_device("cpu:1")
+            device, log = parse_device("cpu:1"), logging.getLogger("benchmark")
 
         service = TrainerService(Context, experiment=raw, run_id="recording")
         service.train_step(lay_out(batch_of(0)))

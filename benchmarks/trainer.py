@@ -35,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ AGENT_BUDGET = 4096  # tokens of a micro-batch
 
 class Context:
     """What a worker object sees of its process."""
+
+    log = getLogger("benchmark")
 
     class device:
         threads = None

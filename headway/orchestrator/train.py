@@ -298,12 +298,12 @@ async def wire(
     require_movable(configured_experiment)
     experiment = with_saved_placement(configured_experiment, directory)
     host = await stack.enter_async_context(open_multi_turn_host(experiment, launcher, clock, events, directory, waits))
-    options: dict[str, Any] = {"host_of": machines.host_of, "exports_weights": exports_weights(experiment)}
-    trainer = TrainerClient(launcher, experiment, identity, configured_experiment, directory.logs, **options)
+    options: dict[str, Any] = {"configured": configured_experiment, "log_directory": directory.logs}
+    options |= {"host_of": machines.host_of, "exports_weights": exports_weights(experiment)}
+    trainer = TrainerClient(launcher, experiment, identity, **options)
     generator = GeneratorPool(
         launcher, experiment, clock, on_event=events, log_directory=directory.logs, bring_to=machines.bring_to
     )
-    observe = observers.observe
     verifier = VerifierPool(
         launcher,
         experiment.verifier,
@@ -311,7 +311,7 @@ async def wire(
         named=named_verifiers(experiment, task_sets),
         log_folder=directory.logs,
         retries=experiment.rollout.retries,
-        observe=observe,
+        observe=observers.observe,
         on_event=events,
     )
     stack.push_async_callback(verifier.stop)
@@ -330,7 +330,7 @@ async def wire(
         record=ledger.record,
         keep_sample=observers.sample,
         recorder=observers.recorder,
-        observe=observe,
+        observe=observers.observe,
         host=host,
         wrap_generate=wrap_generate,
         controller=controller,
@@ -350,7 +350,7 @@ async def wire(
     run.context.start_s = clock.now() - began_s
     machines.take_offers(lambda device: join_replica(run.context.locks, generator, run.context.memory, device))
     run.context.meter.peak_flops_per_s = await trainer.measure_peak()
-    if observe is not None:
+    if (observe := observers.observe) is not None:
         environment_pools = [host.pool] if isinstance(host, Environments) else []
         list_states = partial(_worker_states, generator, trainer, verifier, *environment_pools)
         recording = recording_snapshots(run.context, observe, generator.activity, list_states, machines.conditions)

@@ -41,9 +41,9 @@ class TrainerClient(RankWorkers):
         launcher: Launcher,
         experiment: Experiment,
         run_id: str,
+        *,
         configured: Experiment | None = None,
         log_directory: str | Path | None = None,
-        *,
         host_of: Callable[[str], Awaitable[str]] | None = None,
         exports_weights: bool = False,
     ) -> None:

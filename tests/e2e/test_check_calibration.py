@@ -109,4 +109,5 @@ def test_memory_is_predicted_for_a_model_that_is_larger_than_the_interpreter(tmp
     for name in ("generator-0", "trainer-0"):
         use, seen = predicted[name], report.calibration.resident_bytes[name]
         assert use.total_bytes > 1.5 * use.parts["base"]
-        assert seen == pytest.approx(use.total_bytes, rel=0.3), (name, use.parts)
+        written = use.parts.get("checkpoint", 0)  # a copy for a checkpoint, of which a preview writes none
+        assert seen == pytest.approx(use.total_bytes - written, rel=0.3), (name, use.parts)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import headway.trainer.checkpoints as checkpoints
-import headway.trainer.service as service
+import headway.trainer.saving as saving
 from headway.trainer.service import TrainerService
 
 
@@ -25,7 +25,7 @@ class FaultyTrainer(TrainerService):
         self._passages = 0
         point = self._next()[0].removeprefix("all-")
         if point == "checkpoint-files":  # half of the files are written
-            self._before(service, "save_file")
+            self._before(saving, "write_state")
         elif point == "checkpoint-rename":  # the new folder is complete, the old one is still in its place
             self._before(checkpoints.Path, "rename")
         elif point == "checkpoint-pruning":  # an old checkpoint is half removed
