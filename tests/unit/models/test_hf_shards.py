@@ -73,5 +73,5 @@ def test_a_tensor_that_mixes_rows_of_parameters_is_refused_by_name(tmp_path: Pat
     a, b = numbers.columns().values()
     assert numbers.locate("fine", a.flip(0)).rows.tolist() == [2, 1, 0]
     for column in (torch.cat([a, b]), a.T, a.flatten()):
-        with pytest.raises(ConfigurationError, match=r"x.weight isn't made of rows of a.weight: ranks can't"):
+        with pytest.raises(ConfigurationError, match=r"x.weight isn't made of rows of a.weight, so that ranks can't"):
             numbers.locate("x.weight", column)
