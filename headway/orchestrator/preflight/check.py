@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.config.auto import Machine
+from headway.config.consistency import MUON_OF_TRANSFORMERS
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
@@ -192,6 +193,8 @@ def _adapter(inputs: _Inputs, findings: Findings) -> None:
 
 def _ranks(inputs: _Inputs, findings: Findings) -> None:
     trainer = inputs.experiment.trainer
+    if trainer.optimizer == "muon" and isinstance(inputs.model, HfConfig):
+        findings.error("trainer.optimizer", MUON_OF_TRANSFORMERS)
     _, context, experts = trainer.layout_of(len(trainer.devices))
     for key, options in (("context_parallel", {"context": context}), ("expert_parallel", {"experts": experts})):
         with findings.refused(f"trainer.{key}"):
@@ -378,7 +381,7 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
             f"{trainer.micro_batch_tokens} is less than the longest sample ({experiment.max_sequence_tokens} tokens), "
             "which will be a micro-batch of its own",
         )
-    if experiment.algorithm.proximal == "current" and parts > 1:
+    if experiment.algorithm.proximal == "current" and trainer.updates_per_batch > 1:
         findings.warning("algorithm.proximal", "'current' with several optimiser steps per batch clips nothing")
     if trainer.warmup_steps >= experiment.run.steps:
         findings.warning("trainer.warmup_steps", "the run ends before the learning rate has warmed up")

@@ -74,13 +74,14 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def service(path: str, sources: list[dict[str, Any]] = SOURCES, **sections: Any) -> TrainerService:
     sections["tasks"] = {"train": sources}
     sections.setdefault("demonstrations", {"data": "rows.jsonl", "coefficient": 0.75})
-    sections["algorithm"] = {"loss": "ppo_clip"}
+    sections["algorithm"] = {"loss": "ppo_clip"} | sections.get("algorithm", {})
+    sections["teachers"] = {"t": {"path": path}}
     raw = make_experiment(path, Path("/nowhere"), **sections)
     trainer = TrainerService(Context, experiment=raw, run_id="test")
     score = trainer.learner.logprobs
 
-    def with_divergence(batch: Any, arrays: Any, temperature: float, *model: Any) -> Any:
-        scores = score(batch, arrays, temperature, *model)
+    def with_divergence(batch: Any, arrays: Any, temperature: float, *model: Any, **taught: Any) -> Any:
+        scores = score(batch, arrays, temperature, *model, **taught)
         targets = torch.from_numpy(aimed(arrays.token_ids_n[batch.targets_m])).float()
         difference = scores.logprobs_m - targets
         return scores._replace(divergence=Divergence(difference**2, 2 * difference.detach().abs()))
@@ -323,22 +324,6 @@ def test_minibatches_share_the_demonstrations(model: str) -> None:
     counts = [int((arrays.rules_s[part] == DEMONSTRATION).sum()) for part in split_by_group(arrays, 2)]
     assert counts == [2, 2]
     assert trainer.train_step(lay_out(batch)).version == 1
-
-
-def test_advantages_of_tokens_are_added_to_the_samples(model: str) -> None:
-    batch = make_batch(2, groups=1)
-    sample = batch.samples[0]
-    tokens = len(sample.rollout.response_ids)
-    own = TokenLogprobs(np.arange(tokens, dtype=np.float32))
-    changed = msgspec.structs.replace(sample, token_advantages=(own,))
-    plain = build_arrays(TrainBatch(step=0, samples=(sample,))).advantages_n
-    added = build_arrays(TrainBatch(step=0, samples=(changed,))).advantages_n
-    expected = plain.copy()
-    expected[len(sample.rollout.prompt_ids) :] += np.arange(tokens, dtype=np.float32)
-    assert np.array_equal(added, expected)
-    short = msgspec.structs.replace(sample, token_advantages=(TokenLogprobs.filled(0.0, tokens + 1),))
-    with pytest.raises(ValueError, match=f"{tokens + 1} token advantages for {tokens} response tokens"):
-        build_arrays(TrainBatch(step=0, samples=(short,)))
 
 
 def test_a_share_of_the_batch_keeps_rules_and_imitated_tokens(model: str) -> None:
