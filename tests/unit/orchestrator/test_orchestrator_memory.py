@@ -149,6 +149,13 @@ def test_what_the_optimiser_and_an_average_of_weights_add(tmp_path: Path) -> Non
     assert moving - frozen == 2 * (PARAMETERS // 2)  # its rows are float32, and their layers are gathered from them
 
 
+def test_a_teacher_and_an_average_are_both_counted(tmp_path: Path) -> None:
+    algorithm = {"kl_coefficient": 0.1, "reference_decay": 0.9, "teacher": "t"}
+    uses = uses_of(tmp_path, algorithm=algorithm, teachers={"t": {"path": "m"}}, trainer={"dtype": "bfloat16"})
+    parts = uses["trainer-0 memory"].parts
+    assert (parts["reference"], parts["teacher t"]) == (6 * PARAMETERS, 2 * PARAMETERS)
+
+
 def test_an_entropy_bonus_needs_more_of_a_chunk_of_logits(tmp_path: Path) -> None:
     parts = uses_of(tmp_path, algorithm={"entropy_coefficient": 0.01})["trainer-0 memory"].parts
     assert parts["logits"] == 7 * 4 * 16384 * 1000

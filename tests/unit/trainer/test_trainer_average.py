@@ -59,6 +59,18 @@ def test_the_reference_is_the_average_of_all_weights_so_far(model: str, dtype: s
     assert all(id(tensor) in sizes or dtype == "float32" for tensor in learner.average.tensors.values())
 
 
+def test_a_teacher_of_the_same_folder_stays_as_it_was(model: str) -> None:
+    trainer = service(model, algorithm={"teacher": "first"}, teachers={"first": {"path": model}})
+    reference, teacher = trainer.learner.frozen
+    assert reference is trainer.learner.reference
+    stored = [parameter.clone() for parameter in teacher.parameters()]
+    trainer.train_step(lay_out(make_batch(0)))
+    trainer.train_step(lay_out(make_batch(1, step=1)))
+    for kept, taught, averaged in zip(stored, teacher.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(taught, kept)
+        assert not torch.equal(averaged, kept)
+
+
 def test_a_skipped_step_moves_no_average(model: str) -> None:
     trainer = service(model, algorithm={"reference_decay": 0.0})
     average = trainer.learner.average
