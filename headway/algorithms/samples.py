@@ -352,7 +352,7 @@ def split_by_group(arrays: SampleArrays, parts: int, order: Callable[[int], IntA
 
     Returns sample indices per minibatch. Every group is whole in one minibatch, their numbers of groups differ by at
     most one, and none is empty unless the batch is. Fewer groups than ``parts`` give fewer minibatches. Demonstrations
-    are ordered and split likewise. On a rank the groups of the complete batch are split, of which it may have no sequence.
+    are ordered and split likewise. On a rank the groups of the complete batch are split, of which it may have none.
     """
     all_groups = np.unique(arrays.groups_s) if arrays.batch_groups is None else arrays.batch_groups
     groups, demonstrations = all_groups[all_groups >= 0], all_groups[all_groups < 0]

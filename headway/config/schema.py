@@ -209,7 +209,7 @@ class AlgorithmConfig(Section):
     # Tune: 0.01 to 0.1 where answers of tools show how the environment works, and rewards are rare
     environment_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the cross-entropy on what tools answered
     # Tune: 0.001 to 0.01 while entropy falls towards 0 and the solve rate with it; lower it when entropy explodes
-    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0  # bonus: weight of the entropy of each token that rewards train
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0  # bonus: weight of each token's entropy in that loss
     # Tune: where many tokens are certain: at the entropy that a fifth of them exceeds (low_entropy_share: 0.8)
     entropy_threshold: Annotated[float, Field(gt=0)] | None = None  # nats; tokens below it have no gradient of the loss
     # Tune: "mask" or "penalty" while many responses are cut: a cut answer is no evidence that it was wrong

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.config.auto import Machine
-from headway.config.consistency import MUON_OF_TRANSFORMERS
 from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig, adapter_size, read_config
-from headway.models.parallel.divisors import require_divisible
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.capacity import layout_findings, memory_findings, memory_places, nearest_folder
 from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
-from headway.orchestrator.preflight.devices import device_findings
+from headway.orchestrator.preflight.devices import device_findings, division_findings
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.episode import episode_findings
 from headway.orchestrator.preflight.findings import Findings
@@ -90,7 +88,6 @@ def check(
         _model,
         _reference,
         _adapter,
-        _ranks,
         _tokenizer,
         _tasks,
         _demonstrations,
@@ -189,17 +186,6 @@ def _adapter(inputs: _Inputs, findings: Findings) -> None:
             "trainer.learning_rate",
             f"{learning_rate:g} is a rate for training a whole model; adapters learn as fast at about ten times that",
         )
-
-
-def _ranks(inputs: _Inputs, findings: Findings) -> None:
-    trainer = inputs.experiment.trainer
-    if trainer.optimizer == "muon" and isinstance(inputs.model, HfConfig):
-        findings.error("trainer.optimizer", MUON_OF_TRANSFORMERS)
-    _, context, experts = trainer.layout_of(len(trainer.devices))
-    for key, options in (("context_parallel", {"context": context}), ("expert_parallel", {"experts": experts})):
-        with findings.refused(f"trainer.{key}"):
-            if inputs.model is not None:
-                require_divisible(inputs.model, **options)
 
 
 def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
@@ -431,6 +417,8 @@ def _functions(inputs: _Inputs, findings: Findings) -> None:
 
 def _devices(inputs: _Inputs, findings: Findings) -> None:
     findings += device_findings(inputs.experiment, inputs.machine)
+    if inputs.model is not None:
+        findings += division_findings(inputs.experiment.trainer, inputs.model)
 
 
 def _engine(inputs: _Inputs, findings: Findings) -> None:

@@ -22,7 +22,7 @@ from headway.config import load
 from headway.config.objective.rules import DEMONSTRATION, STREAMS
 from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch, Sample
-from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
+from headway.records.tokens import TokenIds, TokenMask
 from headway.records.training import DrawnDemonstration, TrainBatch
 from headway.trainer import losses
 from headway.trainer.service import TrainerService
