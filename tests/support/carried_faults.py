@@ -6,8 +6,9 @@ the packages, and vLLM's engines, whose tests need an environment of their own. 
 package and the golden ones alone, those that name its module first. Before, one run of these with a probe at every
 fault's place (`execute`) says which files of tests get there at all: the others can't fail by it, and aren't run.
 
-A fault is carried by machine where the same expression stands in the same function, or in one place of the package that
-can only be meant; otherwise by hand (`HAND`): where it lives now, or why it is gone with its code.
+A fault that no test caught isn't run again. Others are carried by machine where the same expression stands in the same
+function, or in one place of the package that can only be meant; otherwise by hand (`HAND`): where it lives now, or why
+it is gone with its code.
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ def carry(count: int, source: Path, results: Path | None, folder: Path, clean: C
     found: list[Carried] = []
     while len([one for one in found if not one.gone]) < count and len(found) < len(drawn):
         found.append(carried(drawn[len(found)], places, hand))
-    nowhere = [one for one in found if not one.gone and one.now is None]
+    nowhere = [one for one in found if one.tried.test and not one.gone and one.now is None]
     short = count - len([one for one in found if not one.gone])
     for one in found if results is None else nowhere:
         print(f"{one.tried.number} {one.tried.fault} in {one.tried.fault.function}\n    {_place(one)}", flush=True)
@@ -385,7 +386,7 @@ def table(found: Sequence[Carried], after: dict[int, str | None], old: str, new:
 
 def _place(one: Carried) -> str:
     if one.now is None:
-        return f"gone: {one.gone}" if one.gone else "to carry by hand"
+        return f"gone: {one.gone}" if one.gone else "to carry by hand" if one.tried.test else "not looked for"
     old, now = one.tried.fault, one.now
     how = "by hand" if one.by_hand else "same" if now.module == old.module else "moved"
     return f"{now.module}:{now.line} {now.function} ({how})"

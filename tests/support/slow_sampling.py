@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-STEP_S = 0.01
+STEP_S = 0.01  # for up to eight requests at once; many take a test longer to send, so they last longer
 
 
 class SlowSampling(LogitsProcessor):
-    """Changes nothing, and takes ``STEP_S`` a step."""
+    """Changes nothing, and takes ``STEP_S`` a step for every eight requests."""
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
         """Nothing to set up."""
@@ -25,5 +25,5 @@ class SlowSampling(LogitsProcessor):
         """It has no state."""
 
     def apply(self, logits: Tensor) -> Tensor:
-        time.sleep(STEP_S)
+        time.sleep(STEP_S * (1 + logits.shape[0] // 8))
         return logits
