@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, mean, pvariance
 from typing import Any
 
 import pytest
@@ -37,6 +37,18 @@ def model_of(**changes: Any) -> QueueModel:
         "train_token_s": 0.0,
     }
     return QueueModel(**(fields | changes))
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.8, 1.0])
+def test_lengths_of_a_group_are_as_alike_as_measured(correlation: float) -> None:
+    model = model_of(group_correlation=correlation, length_at=lambda q: int(1e6 * q))
+    simulation = _Simulation(model, seed=0)
+    groups = [simulation._lengths() for _ in range(1500)]
+    scores = [[NORMAL.inv_cdf(min(max(length / 1e6, 1e-6), 1 - 1e-6)) for length in lengths] for lengths in groups]
+    flat = [score for group in scores for score in group]
+    assert mean(flat) == pytest.approx(0.0, abs=0.06)
+    assert pvariance(flat) == pytest.approx(1.0, abs=0.1)
+    assert mean(group[0] * group[1] for group in scores) == pytest.approx(correlation, abs=0.1)
 
 
 @pytest.mark.slow

@@ -52,6 +52,14 @@ def test_the_absolute_tolerance_grows_with_the_values_where_asked():
     assert compare(large, other, TOLERANCE, scaled=True).text == ""
 
 
+def test_a_relative_error_of_half_is_hollow_and_less_is_not():
+    tolerance = {"float32": (1.0, 0.0)}
+    for output, is_hollow in ((1.0, True), (1.125, False)):
+        comparison = compare(tensor([2.0]), tensor([output]), tolerance)
+        assert comparison.text.startswith("within the absolute tolerance, but") == is_hollow
+        assert compare(tensor([2.0]), tensor([output]), tolerance, hollow=True).text == ""
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 def test_variants_keep_zeros_in_their_places(dtype):
     given = tensor([0.0, 2.0, -3.0], dtype)
