@@ -224,7 +224,7 @@ def gradient_error(settings: Settings, dtype: str) -> float:
     keys = experiment(settings, "tiny", f"gradient-{dtype}", **sections).model_dump(mode="json")
     service = TrainerService(Context(settings.device), experiment=keys, run_id=settings.run_id)
     batch = train_batch(configuration("tiny"), 24, 16, service.version)
-    service.forward_backward(lay_out(batch), divisor=1.0)
+    service.forward_backward(lay_out(batch))
     exact = exact_decoder(settings, weights_of(service.learner.model))
     for sample in batch.samples:
         rollout = sample.rollout

@@ -31,12 +31,18 @@ class Weighting:
 
 
 def weighting(
-    aggregation: Aggregation, arrays: SampleArrays, minibatch: IntArray, *, max_response_tokens: int
+    aggregation: Aggregation,
+    arrays: SampleArrays,
+    minibatch: IntArray,
+    *,
+    max_response_tokens: int,
+    tokens_s: IntArray | None = None,
 ) -> Weighting:
     """Compute weights and divisor of one optimiser step over the sequences ``minibatch``.
 
     ``minibatch``: indices of sequences, all of a sample's or none. Of a rank's share of a batch they are the rank's,
-    and the ranks' totals add up to that of the batch.
+    and the ranks' totals add up to that of the batch. ``tokens_s``: [S] tokens with this loss of each sequence's
+    rollout, its branches' too (default: the sampled ones that carry loss).
 
     ``token_mean``: mean over the step's loss tokens (DAPO, 2025, Eq. 8). ``fixed``: divided by a constant that doesn't
     depend on the lengths sampled, samples x max_response_tokens (Dr. GRPO, 2025). ``seq_mean_token_sum``: each
@@ -50,7 +56,8 @@ def weighting(
     weight 1/n each time, so that padding changes nothing.
     """
     shares_s = np.ones(arrays.samples) if arrays.weights_s is None else arrays.weights_s
-    tokens_s = arrays.loss_tokens_s if arrays.rollout_tokens_s is None else arrays.rollout_tokens_s
+    if tokens_s is None:
+        tokens_s = arrays.loss_tokens_s if arrays.rollout_tokens_s is None else arrays.rollout_tokens_s
     counts_s = shares_s  # weight of a sequence in a mean over responses
     if arrays.branches_s is not None:
         counts_s = np.where(arrays.branches_s == 0, shares_s, 0.0)

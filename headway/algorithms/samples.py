@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.algorithms.prefix_tree import LEAST_SAVED, PrefixTree
+from headway.config.objective.rules import DEMONSTRATION
+from headway.records.generation import VersionSpan
 from headway.records.rollout import Branch, Rollout, Sample
-from headway.records.tokens import KEPT, TokenIds, TokenLogprobs, TokenMask, TokenRows
-from headway.records.training import TrainBatch
+from headway.records.tokens import TARGET_KINDS, TokenIds, TokenLogprobs, TokenMask, TokenRows
+from headway.records.training import DrawnDemonstration, TrainBatch
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
@@ -49,6 +51,9 @@ class SampleArrays:
     batch_groups: IntArray | None = None  # ascending groups of the complete batch; None: these samples'
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict[str, TokenRows])  # by kind, [N] each
     grammars: Sequence[ConstrainedRun] = ()
+    rules_s: IntArray | None = None  # [S] number of the rule of each sequence; None: all have rule 0
+    imitated_n: BoolArray | None = None  # [N] the token carries cross-entropy, and wasn't sampled; None: none does
+    rollout_imitated_s: IntArray | None = None  # [S] as rollout_tokens_s, of imitated tokens; None: own
 
     @property
     def samples(self) -> int:
@@ -70,8 +75,8 @@ class SampleArrays:
     def numbers_n(self) -> IntArray:
         """[N] numbers that are equal for tokens with equal ids and rows.
 
-        Kept sets are left out: they belong to targets, not to input tokens."""
-        other_rows = [rows for kind, rows in self.token_rows.items() if kind != KEPT]
+        Kept sets and teachers' scores are left out: they belong to targets, not to input tokens."""
+        other_rows = [rows for kind, rows in self.token_rows.items() if kind not in TARGET_KINDS]
         if not other_rows:
             return self.token_ids_n
         mixed_n = self.token_ids_n.astype(np.uint64)
@@ -86,14 +91,34 @@ class SampleArrays:
 
     @cached_property
     def loss_tokens_s(self) -> IntArray:
-        """[S] number of each sequence's tokens that carry loss."""
+        """[S] number of each sequence's sampled tokens that carry loss."""
         return _loss_tokens(self.loss_mask_n, self.lengths_s)
+
+    @cached_property
+    def scored_n(self) -> BoolArray:
+        """[N] tokens whose log-probabilities a step needs: sampled ones that carry loss, and imitated ones."""
+        return self.loss_mask_n if self.imitated_n is None else self.loss_mask_n | self.imitated_n
+
+    @cached_property
+    def imitated_tokens_s(self) -> IntArray:
+        """[S] number of imitated tokens of each sequence's rollout, its branches' too."""
+        if self.imitated_n is None:
+            return np.zeros(self.samples, np.int64)
+        own_tokens_s = _loss_tokens(self.imitated_n, self.lengths_s)
+        return own_tokens_s if self.rollout_imitated_s is None else self.rollout_imitated_s
+
+
+_PER_SEQUENCE = (
+    *("lengths_s", "groups_s", "members_s", "weights_s", "branches_s", "rollout_tokens_s"),
+    *("rules_s", "rollout_imitated_s"),
+)
+_PER_TOKEN = ("token_ids_n", "loss_mask_n", "behaviour_logprobs_n", "imitated_n")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatBatch:
     """The batch of one training step, or a rank's share of it, in its wire format: the content of `SampleArrays` in 9
-    bytes a token.
+    bytes a token, 10 where tokens are imitated.
 
     Values that repeat over consecutive tokens are run-length encoded: [R] values with the [R] tokens of each.
     """
@@ -116,6 +141,9 @@ class FlatBatch:
     rollout_tokens_s: IntArray | None
     token_rows: Mapping[str, TokenRows]
     grammars: Sequence[ConstrainedRun]
+    rules_s: IntArray | None = None
+    imitated_n: BoolArray | None = None
+    rollout_imitated_s: IntArray | None = None
 
     def arrays(self) -> SampleArrays:
         """Decode the batch to one value per token."""
@@ -133,6 +161,9 @@ class FlatBatch:
             batch_groups=self.batch_groups,
             token_rows=self.token_rows,
             grammars=self.grammars,
+            rules_s=self.rules_s,
+            imitated_n=self.imitated_n,
+            rollout_imitated_s=self.rollout_imitated_s,
         )
 
     def take(self, sequences: IntArray) -> FlatBatch:
@@ -140,12 +171,12 @@ class FlatBatch:
         ends_s, lengths_s = np.cumsum(self.lengths_s), self.lengths_s[sequences]
         starts_s = ends_s[sequences] - lengths_s
         idx_n = _ranges(starts_s, lengths_s)
-        per_sequence = ("lengths_s", "groups_s", "members_s", "weights_s", "branches_s", "rollout_tokens_s")
         taken: dict[str, Any] = {
-            name: None if (values_s := getattr(self, name)) is None else values_s[sequences] for name in per_sequence
+            name: None
+            if (values := getattr(self, name)) is None
+            else values[idx_n if name in _PER_TOKEN else sequences]
+            for name in (*_PER_SEQUENCE, *_PER_TOKEN)
         }
-        for name in ("token_ids_n", "loss_mask_n", "behaviour_logprobs_n"):
-            taken[name] = getattr(self, name)[idx_n]
         for name in ("advantage_runs", "version_runs"):  # a run is within a sequence
             values_r, tokens_r = getattr(self, name)
             is_taken_r = np.isin(np.searchsorted(ends_s, np.cumsum(tokens_r)), sequences)
@@ -174,7 +205,8 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
     """
     owners: list[Sample] = []  # one per sequence
     sequences: list[Rollout | Branch] = []
-    for sample in batch.samples:
+    samples = (*batch.samples, *[_sample_of(*numbered) for numbered in enumerate(batch.demonstrations)])
+    for sample in samples:
         for sequence in sample.rollout.sequences:
             owners.append(sample)
             sequences.append(sequence)
@@ -197,17 +229,23 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
         version_runs += [(span.version, span.tokens) for span in sequence.versions]
         advantage_runs.append((0.0, prompt_tokens))
         advantage_runs += _advantages(sample, sequence)
+    starts_s = np.cumsum(lengths_s) - lengths_s
     loss_mask_n = TokenMask.concatenated(masks)
-    loss_mask_n[(np.cumsum(lengths_s) - lengths_s)[lengths_s > 0]] = False  # only matters where a prompt is empty
+    loss_mask_n[starts_s[lengths_s > 0]] = False  # only matters where a prompt is empty
+    imitated_n = _imitated(owners, sequences, starts_s, lengths_s, batch.demonstrations)
     weights = [sample.weight for sample in owners]
     weights_s = None if weights.count(1.0) == len(weights) else np.array(weights)
     groups_s = _count([sample.rollout.group for sample in owners])
-    loss_tokens_s, branches_s, rollout_tokens_s = _loss_tokens(loss_mask_n, lengths_s), None, None
-    if len(owners) > len(batch.samples):
-        sequences_r = [1 + len(sample.rollout.branches) for sample in batch.samples]
-        branches_s = np.concatenate([np.arange(count) for count in sequences_r])
+    loss_tokens_s, branches_s = _loss_tokens(loss_mask_n, lengths_s), None
+    rollout_tokens_s = rollout_imitated_s = None
+    if len(owners) > len(samples):
+        branches_s = np.concatenate([np.arange(1 + len(sample.rollout.branches)) for sample in samples])
         rollouts_s = np.cumsum(branches_s == 0) - 1  # each copy of a padded member is a separate sample
         rollout_tokens_s = np.bincount(rollouts_s, weights=loss_tokens_s).astype(np.int64)[rollouts_s]
+        if imitated_n is not None:
+            imitated_tokens_s = _loss_tokens(imitated_n, lengths_s)
+            rollout_imitated_s = np.bincount(rollouts_s, weights=imitated_tokens_s).astype(np.int64)[rollouts_s]
+    rules_s = _count([sample.rule for sample in owners])
     return FlatBatch(
         step=batch.step,
         samples=len(batch.samples),
@@ -227,7 +265,45 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
         rollout_tokens_s=rollout_tokens_s,
         token_rows=_token_rows(sequences, lengths_s),
         grammars=_grammars(sequences, (np.cumsum(lengths_s) - responses_s).tolist()),
+        rules_s=rules_s if rules_s.any() else None,
+        imitated_n=imitated_n,
+        rollout_imitated_s=rollout_imitated_s,
     )
+
+
+def _sample_of(position: int, demonstration: DrawnDemonstration) -> Sample:
+    """A demonstration in the form of a sample that no policy has sampled, in a group below all admitted ones."""
+    tokens = len(demonstration.ids)
+    rollout = Rollout(
+        group=-1 - position,
+        member=0,
+        prompt_ids=TokenIds(),
+        response_ids=demonstration.ids,
+        response_logprobs=TokenLogprobs.filled(0.0, tokens),
+        response_mask=TokenMask.filled(False, tokens),
+        versions=(VersionSpan(version=PROMPT_VERSION, tokens=tokens),),
+    )
+    return Sample(rollout=rollout, advantage=0.0, rule=DEMONSTRATION)
+
+
+def _imitated(
+    owners: Sequence[Sample],
+    sequences: Sequence[Rollout | Branch],
+    starts_s: IntArray,
+    lengths_s: IntArray,
+    demonstrations: Sequence[DrawnDemonstration],
+) -> BoolArray | None:
+    """[N] the tokens with cross-entropy: what tools answered in samples that imitate it, and what demonstrations, the
+    last sequences, show; None where there are none."""
+    imitated_n = np.zeros(int(lengths_s.sum()), np.bool_)
+    for owner, sequence, start in zip(owners, sequences, starts_s.tolist(), strict=True):
+        response_start = start + len(sequence.prompt_ids)
+        for first, stop in sequence.observations if owner.imitates else ():
+            imitated_n[response_start + first : response_start + stop] = True
+    for demonstration, start in zip(demonstrations, starts_s[len(owners) - len(demonstrations) :], strict=True):
+        imitated_n[start : start + len(demonstration.ids)] = demonstration.learned
+    imitated_n[starts_s[lengths_s > 0]] = False
+    return imitated_n if imitated_n.any() else None
 
 
 def _token_rows(sequences: Sequence[Rollout | Branch], lengths_s: IntArray) -> dict[str, TokenRows]:
@@ -274,12 +350,14 @@ def split_by_group(arrays: SampleArrays, parts: int) -> list[IntArray]:
     """Split the samples into at most ``parts`` minibatches along group borders, in admission order.
 
     Returns sample indices per minibatch. Every group is whole in one minibatch, their numbers of groups differ by at
-    most one, and none is empty unless the batch is. Fewer groups than ``parts`` give fewer minibatches. On a rank the
-    groups of the complete batch are split, of which it may have no sequence.
+    most one, and none is empty unless the batch is. Fewer groups than ``parts`` give fewer minibatches. Demonstrations
+    are split likewise. On a rank the groups of the complete batch are split, of which it may have no sequence.
     """
-    groups = np.unique(arrays.groups_s) if arrays.batch_groups is None else arrays.batch_groups
-    shares = np.array_split(groups, max(1, min(parts, groups.size)))
-    return [np.flatnonzero(np.isin(arrays.groups_s, share)) for share in shares]
+    all_groups = np.unique(arrays.groups_s) if arrays.batch_groups is None else arrays.batch_groups
+    groups, demonstrations = all_groups[all_groups >= 0], all_groups[all_groups < 0]
+    count = max(1, min(parts, groups.size))
+    shares = zip(np.array_split(groups, count), np.array_split(demonstrations, count), strict=True)
+    return [np.flatnonzero(np.isin(arrays.groups_s, np.concatenate(share))) for share in shares]
 
 
 def _count(numbers: Sequence[int]) -> IntArray:
@@ -331,7 +409,7 @@ class MicroBatchArrays:
     continues: list[int]  # for each piece the index of the piece it continues, or -1
     predictors_m: IntArray  # [M] index into input_ids of the token before each loss token; samples may share it
     targets_m: IntArray  # [M] index into the flat batch of each loss token
-    token_rows: Mapping[str, TokenRows]  # by kind, of the tokens fed (a shared prefix: its first sample's); no KEPT
+    token_rows: Mapping[str, TokenRows]  # by kind, of the tokens fed (a shared prefix: its first sample's); no targets'
     sample_tokens: int  # tokens fed without prefix sharing
 
 
@@ -349,7 +427,8 @@ EMPTY_MICRO_BATCH = MicroBatchArrays(
 
 def input_lengths(arrays: SampleArrays) -> IntArray:
     """[S] tokens each sequence feeds to the model: its length less one, or 0 if it has no loss token."""
-    return np.where(arrays.loss_tokens_s > 0, arrays.lengths_s - 1, 0)
+    scored_tokens_s = _loss_tokens(arrays.scored_n, arrays.lengths_s)
+    return np.where(scored_tokens_s > 0, arrays.lengths_s - 1, 0)
 
 
 def slice_micro_batch(
@@ -364,7 +443,7 @@ def slice_micro_batch(
     pieces = (tree or PrefixTree.separate(fed)).pieces
     starts = arrays.starts_s[samples_s][pieces.sequences_p] + pieces.starts_p
     indices = gather_tokens(arrays, samples_s)
-    lossy = np.flatnonzero(arrays.loss_mask_n[indices])
+    lossy = np.flatnonzero(arrays.scored_n[indices])
     sequence_m = np.repeat(np.arange(samples_s.size), fed + 1)[lossy]
     position_m = lossy - (np.cumsum(fed + 1) - fed - 1)[sequence_m] - 1  # position of the predictor inside its sample
     return MicroBatchArrays(
@@ -374,7 +453,9 @@ def slice_micro_batch(
         predictors_m=pieces.rows(sequence_m, position_m),
         targets_m=indices[lossy],
         token_rows={
-            kind: rows.cut(starts, pieces.lengths_p) for kind, rows in arrays.token_rows.items() if kind != KEPT
+            kind: rows.cut(starts, pieces.lengths_p)
+            for kind, rows in arrays.token_rows.items()
+            if kind not in TARGET_KINDS
         },
         sample_tokens=int(fed.sum()),
     )

@@ -85,7 +85,7 @@ def _audit_batches(
         label = f"batch {step}.{attempt}"
         report.expect((step, attempt) == (next_step, next_attempt), f"{label} where {next_step}.{next_attempt} is next")
         report.expect(report.pending_step is None, f"{label} follows a batch whose step is not completed")
-        part_indices = json.loads(groups_json)
+        part_indices = _parts(groups_json)
         for part in part_indices:
             report.expect(bool(part) and part == sorted(set(part)), f"{label}: groups {part} not ascending")
         indices = [index for part in part_indices for index in part]
@@ -184,10 +184,16 @@ def _audit_rollouts(
     )
 
 
+def _parts(logged: str) -> list[list[int]]:
+    """The groups of each part of a batch: the logged list, or a list beside the batch's demonstrations."""
+    entry: Any = json.loads(logged)
+    return entry["parts"] if isinstance(entry, dict) else entry
+
+
 def audit_checkpoints(connection: sqlite3.Connection, folder: Path, report: AuditReport) -> None:
     """Check that every complete checkpoint holds exactly the trained batches of the steps before its version."""
     indices_by_step = {
-        step: [index for part in json.loads(groups) for index in part]
+        step: [index for part in _parts(groups) for index in part]
         for step, groups in connection.execute("SELECT step, groups FROM batches WHERE outcome IS NOT 'skipped'")
     }
     released_row = connection.execute("SELECT value FROM meta WHERE key = 'released_version'").fetchone()

@@ -14,7 +14,7 @@ from headway.control.length_bias import LengthBias
 from headway.records.curriculum import Draw, DrawnGroup, TaskEvidence
 from headway.records.environment import PartialRollout
 from headway.records.errors import BufferCorrupt
-from headway.records.rollout import Ending, FinishedGroup, Group, Rollout
+from headway.records.rollout import Ending, FinishedGroup, Group, LoggedDemonstrations, Rollout
 from headway.records.task import Task
 from headway.records.tokens import TokenIds, decoder
 
@@ -54,6 +54,7 @@ class LoggedBatch(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int  # how many attempts at this step were skipped before
     outcome: Outcome | None  # None: committed, its step not completed
     parts: tuple[tuple[FinishedGroup, ...], ...]  # in the order of training; one unless queue.groups_per_part is set
+    demonstrations: LoggedDemonstrations | None = None
 
     @property
     def groups(self) -> tuple[FinishedGroup, ...]:
@@ -201,10 +202,32 @@ def read_ends(connection: sqlite3.Connection) -> list[tuple[int, str, str, int |
     return connection.execute("SELECT idx, ending, reason, step FROM groups WHERE state = 'ended'").fetchall()
 
 
+class BatchEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """The column ``groups`` of a batch: a list of parts, each of group indices; a table where it has demonstrations."""
+
+    parts: list[list[int]]
+    demonstrations: LoggedDemonstrations | None = None
+
+    @classmethod
+    def decode(cls, text: str) -> BatchEntry:
+        if text.startswith("["):
+            return cls(parts=msgspec.json.decode(text, type=list[list[int]]))
+        return msgspec.json.decode(text, type=cls)
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self.parts if self.demonstrations is None else msgspec.to_builtins(self))
+
+    @property
+    def groups(self) -> list[int]:
+        """The groups of all parts, in the order of training."""
+        return [index for part in self.parts for index in part]
+
+
 def read_consumed(connection: sqlite3.Connection) -> dict[int, list[int]]:
     """Read the group indices of every trained step, in the order of training, by step."""
     rows = connection.execute("SELECT step, groups FROM batches WHERE outcome = 'trained' ORDER BY step").fetchall()
-    return {step: [index for part in json.loads(groups) for index in part] for step, groups in rows}
+    return {step: BatchEntry.decode(groups).groups for step, groups in rows}
 
 
 def read_length_bias(connection: sqlite3.Connection, groups_per_step: int) -> LengthBias:

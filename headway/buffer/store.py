@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from headway.buffer.row_encoding import (
     INSERT_GROUP,
     INSERT_ROLLOUT,
     MEMBER_BITS,
+    BatchEntry,
     BufferStatistics,
     LoggedBatch,
     OpenRecord,
@@ -128,7 +128,7 @@ class GroupBuffer:
         return self._released_version
 
     def statistics(self) -> BufferStatistics:
-        buffered_count, batched = len(self._buffered_s), 0 if self._pending is None else sum(map(len, self._pending[2]))
+        buffered_count, batched = len(self._buffered_s), 0 if self._pending is None else len(self._pending[2].groups)
         return BufferStatistics(
             used=len(self._entries),
             capacity=self._capacity,
@@ -251,18 +251,19 @@ class GroupBuffer:
         if not batch.groups or list(batch.groups) != sorted(set(batch.groups)):
             raise AccountingError(f"step {batch.step}: groups {batch.groups} are not ascending and distinct")
         group_states = [self._entry(index, "buffered") for index in batch.groups]
-        part_indices = [*(self._pending[2] if self._pending else ()), list(batch.groups)]
+        former_entry = BatchEntry(parts=[]) if self._pending is None else self._pending[2]
+        entry = BatchEntry(parts=[*former_entry.parts, list(batch.groups)], demonstrations=batch.demonstrations)
         with self._transaction() as connection:
             query = "SELECT count(*) FROM batches WHERE step = ? AND outcome IS NOT NULL"
             attempt: int = connection.execute(query, (batch.step,)).fetchone()[0]
-            row = (batch.step, attempt, json.dumps(part_indices))
+            row = (batch.step, attempt, entry.text)
             connection.execute("REPLACE INTO batches VALUES (?, ?, ?, NULL)", row)
             query = "UPDATE groups SET state = 'batched', step = ? WHERE idx = ?"
             connection.executemany(query, [(batch.step, index) for index in batch.groups])
         for index, group_state in zip(batch.groups, group_states, strict=True):
             group_state.state = "batched"
             del self._buffered_s[index]
-        self._pending = (batch.step, attempt, part_indices)
+        self._pending = (batch.step, attempt, entry)
         return attempt
 
     def complete_step(self, step: int, outcome: Outcome, reason: str = "") -> None:
@@ -272,8 +273,8 @@ class GroupBuffer:
             if outcome == "trained" and 0 <= step < self._completed_steps:
                 return
             raise AccountingError(f"step {step} ends as {outcome}, but has no pending batch")
-        _, attempt, part_indices = self._pending
-        group_indices = [index for part in part_indices for index in part]
+        _, attempt, entry = self._pending
+        group_indices = entry.groups
         ending: Ending = "trained" if outcome == "trained" else "discarded"
         end_reason = f"step {step}" if outcome == "trained" else f"skipped: {reason}" if reason else "skipped"
         with self._transaction() as connection:
@@ -298,7 +299,7 @@ class GroupBuffer:
                 "SELECT groups FROM batches WHERE step >= ? AND step < ? AND outcome = 'trained'",
                 (self._released_version, version),
             ).fetchall()
-            indices = [index for (groups_json,) in rows for part in json.loads(groups_json) for index in part]
+            indices = [index for (groups_json,) in rows for index in BatchEntry.decode(groups_json).groups]
             for index in indices:
                 delete_payloads(connection, index)
             connection.execute("REPLACE INTO meta VALUES ('released_version', ?)", (version,))
@@ -334,8 +335,11 @@ class GroupBuffer:
         """Return the committed batch whose step was not completed: it is trained next, unchanged."""
         if self._pending is None:
             return None
-        step, attempt, part_indices = self._pending
-        return LoggedBatch(step=step, attempt=attempt, outcome=None, parts=tuple(map(self.load, part_indices)))
+        return self._logged(*self._pending, outcome=None)
+
+    def _logged(self, step: int, attempt: int, entry: BatchEntry, outcome: Outcome | None) -> LoggedBatch:
+        parts, demonstrations = tuple(map(self.load, entry.parts)), entry.demonstrations
+        return LoggedBatch(step=step, attempt=attempt, outcome=outcome, parts=parts, demonstrations=demonstrations)
 
     def batches_since(self, version: int) -> Iterator[LoggedBatch]:
         """Yield the batches to replay on a checkpoint of ``version``: steps version, version + 1, ... in order.
@@ -354,8 +358,7 @@ class GroupBuffer:
         for expected_step, (step, attempt, groups_json, outcome) in enumerate(rows, start=version):
             if step != expected_step:
                 raise BufferCorrupt(f"{self.path}: step {expected_step} is missing in the batch log")
-            parts = tuple(map(self.load, json.loads(groups_json)))
-            yield LoggedBatch(step=step, attempt=attempt, outcome=outcome, parts=parts)
+            yield self._logged(step, attempt, BatchEntry.decode(groups_json), outcome)
 
     def load(self, indices: Sequence[int]) -> tuple[FinishedGroup, ...]:
         """Read groups with their payloads. Raises BufferCorrupt when one was released."""
@@ -446,9 +449,9 @@ class GroupBuffer:
         pending_rows = execute("SELECT step, attempt, groups FROM batches WHERE outcome IS NULL").fetchall()
         if len(pending_rows) > 1:
             raise BufferCorrupt(f"{self.path}: {len(pending_rows)} batches are pending at once")
-        self._pending: tuple[int, int, list[list[int]]] | None = None  # step, attempt, the groups of each part
+        self._pending: tuple[int, int, BatchEntry] | None = None  # step, attempt, groups and demonstrations
         for step, attempt, groups_json in pending_rows:
-            self._pending = (step, attempt, json.loads(groups_json))
+            self._pending = (step, attempt, BatchEntry.decode(groups_json))
         now_s = self._clock.now()
         rows = execute("SELECT idx, size, task_id, state FROM groups WHERE state <> 'ended' ORDER BY idx").fetchall()
         for index, size, task_id, state in rows:

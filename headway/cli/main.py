@@ -15,9 +15,12 @@ from headway.records.errors import HeadwayError, Interrupted
 EXIT_INTERRUPTED = 130
 SECTIONS = {  # of the experiment file -> anchors of docs/configuration.md
     **{"run": "run-required", "model": "model-required", "verifiers": "verifiersname", "buffer": "bufferservice"},
-    "tasks": "taskstrain-required-tasksvalidation-taskstest",
+    **{"tasks": "taskstrain-required-tasksvalidation-taskstest", "teachers": "teachersname"},
     **{name: name for name in ("verifier", "rollout", "environment", "sandbox", "endpoint", "generator", "router")},
-    **{name: name for name in ("queue", "hooks", "curriculum", "pruning", "algorithm", "trainer", "weights")},
+    **{
+        name: name
+        for name in ("queue", "hooks", "curriculum", "pruning", "algorithm", "demonstrations", "trainer", "weights")
+    },
     **{name: name for name in ("checkpoint", "evaluation", "ledger", "alerts", "control", "cluster", "sft")},
 }
 _FILES = r"(?!(?:jsonl?|toml|db|py|md|html|log|safetensors)\b)"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from headway.config.buffer import BufferConfig
 from headway.config.engines import require_engine
+from headway.config.external_models import SELF
+from headway.config.objective.rules import denominators_of, stream_rules
 from headway.config.schema import Experiment
 
 KL_HORIZON = 10_000.0  # samples; a step's samples divided by it weigh the step's error: Ziegler et al., 2019
@@ -13,14 +15,13 @@ BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once
 
 def require_consistent(experiment: Experiment) -> None:
     """Raise ValueError for keys that contradict each other, with their values and valid ones."""
-    _require_objective(experiment)
+    _require_rules(experiment)
     _require_parts(experiment)
     _require_packing(experiment)
     _require_shards(experiment)
     _require_publishing(experiment)
     _require_update_mode(experiment)
     _require_optimizer_step_staleness(experiment)
-    _require_known_advantages(experiment)
     _require_determinism(experiment)
     _require_surplus(experiment)
     _require_pruning(experiment)
@@ -29,6 +30,87 @@ def require_consistent(experiment: Experiment) -> None:
     _require_group_sizes(experiment)
     _require_variable_name(experiment)
     require_engine(experiment)
+
+
+def _require_rules(experiment: Experiment) -> None:
+    """Check the rule of each source as if all had it, and those that are no rule of training."""
+    sections, rules = experiment.tasks, experiment.rules
+    for split in ("validation", "test"):
+        for source in getattr(sections, split) or ():
+            if source.algorithm:
+                raise ValueError(
+                    f"tasks.{split} {source.display_name!r} has a table 'algorithm', and isn't trained on; valid: in "
+                    "tasks.train"
+                )
+    for rule, algorithm in enumerate(rules.algorithms):
+        try:
+            _require_rule(experiment.model_copy(update={"algorithm": algorithm}))
+        except ValueError as error:
+            sources = ", ".join(repr(name) for name, number in rules.rule_by_source.items() if number == rule)
+            raise ValueError(f"{error} (tasks.train {sources})" if rule else str(error)) from None
+    for name in experiment.teachers:
+        if name not in {algorithm.teacher for algorithm in rules.algorithms}:
+            raise ValueError(f"teachers.{name} teaches nothing: no algorithm.teacher names it")
+    if experiment.algorithm.kl_target is not None and len(rules.algorithms) > 1:
+        raise ValueError(
+            f"algorithm.kl_target = {experiment.algorithm.kl_target:g} adapts one coefficient to all samples, and "
+            "sources have rules of their own: leave it or their tables 'algorithm' out"
+        )
+
+
+def _require_rule(experiment: Experiment) -> None:
+    """Check ``experiment.algorithm``."""
+    _require_objective(experiment)
+    _require_known_advantages(experiment)
+    algorithm = experiment.algorithm
+    if algorithm.teacher:
+        _require_teacher(experiment, algorithm.teacher)
+    if not (algorithm.policy_coefficient or algorithm.teacher or algorithm.environment_coefficient):
+        raise ValueError(
+            "algorithm.policy_coefficient = 0 trains nothing: valid: above 0, or with algorithm.teacher or "
+            "algorithm.environment_coefficient"
+        )
+    if algorithm.environment_coefficient and experiment.environment.name == "single_turn":
+        raise ValueError(
+            f"algorithm.environment_coefficient = {algorithm.environment_coefficient:g} trains on what tools answered, "
+            "and environment.name = 'single_turn' has none; valid: 0, or an environment with tools"
+        )
+    if algorithm.kl_coefficient and not algorithm.policy_coefficient:
+        raise ValueError(
+            f"algorithm.kl_coefficient = {algorithm.kl_coefficient:g} is a penalty of the policy's loss, which "
+            "algorithm.policy_coefficient = 0 leaves out: valid: one of them"
+        )
+
+
+def _require_teacher(experiment: Experiment, name: str) -> None:
+    """Check the teacher that ``experiment.algorithm`` names."""
+    teacher, rollout, updates = experiment.teachers.get(name), experiment.rollout, experiment.trainer
+    if teacher is None:
+        valid = ", ".join(experiment.teachers) or "none"
+        raise ValueError(f"algorithm.teacher = {name!r}: there is no [teachers.{name}]; valid: {valid}")
+    if teacher.path == SELF and updates.optimizer_steps_per_batch > 1:
+        raise ValueError(
+            f"teachers.{name}.path = 'self' is the weights at the start of a step, which change within it: "
+            f"trainer.optimizer_steps_per_batch = {updates.optimizer_steps_per_batch}; valid: 1"
+        )
+    if teacher.context and (experiment.environment.name, experiment.hooks.rollout) != ("single_turn",) * 2:
+        raise ValueError(
+            f"teachers.{name}.context takes the place of a single turn's prompt, and environment.name = "
+            f"{experiment.environment.name!r}, hooks.rollout = {experiment.hooks.rollout!r}; valid: 'single_turn'"
+        )
+    if not teacher.scores:
+        return
+    reason = "" if rollout.temperature == 1 else f"rollout.temperature = {rollout.temperature:g}"
+    if rollout.truncates or experiment.kept_sets:
+        reason = f"rollout.top_p = {rollout.top_p:g}, top_k = {rollout.top_k}"
+        reason = reason if rollout.truncates else "algorithm.allow_truncated_sampling = true"
+    if reason:
+        raise ValueError(
+            f"teachers.{name} outside of the trainer answers for the whole vocabulary at temperature 1, not for "
+            f"{reason}; valid: a teacher without devices and address"
+        )
+    if teacher.address and experiment.run.deterministic:
+        raise ValueError(f"teachers.{name}.address: run.deterministic = true excludes a server, whose bits may vary")
 
 
 def _require_objective(experiment: Experiment) -> None:
@@ -102,9 +184,16 @@ def _require_parts(experiment: Experiment) -> None:
     if group_count is None:
         return
     fault = f"queue.groups_per_part = {group_count} trains on a batch before it is complete"
-    if algorithm.advantage in BATCH_ADVANTAGES:
+    for rule in experiment.rules.algorithms:
+        if rule.advantage in BATCH_ADVANTAGES:
+            raise ValueError(
+                f"{fault}; algorithm.advantage = {rule.advantage!r} needs all of it: leave one of them out"
+            )
+    denominators = denominators_of(stream_rules(experiment.rules, experiment.demonstrations))
+    if len(denominators) > 1:
         raise ValueError(
-            f"{fault}; algorithm.advantage = {algorithm.advantage!r} needs all of it: leave one of them out"
+            f"{fault}, and divides its gradients once: the loss has several denominators, {', '.join(denominators)}; "
+            "leave it out, or train one stream with one algorithm.aggregation"
         )
     if algorithm.second_moment_limit is not None:
         raise ValueError(f"{fault}; algorithm.second_moment_limit bounds a mean over all of it: leave one of them out")

@@ -149,4 +149,6 @@ class EndpointConfig(EndpointSection):
     body_timeout_s: Seconds = 60.0  # a request whose head, or then body, isn't whole by then is refused (408)
     keep_alive_s: Annotated[float, Field(ge=5)] = 75.0  # idle connections are closed after this; clients close earlier
     stream_ping_s: Seconds = 15.0  # time between comments in a stream without tokens: proxies cut idle ones after 30 s
+    observes: bool = False  # record which tokens a tool's answers became
+    secrets: tuple[str, ...] = ()  # texts that aren't learned where a tool's answer has them
     connections: Positive = 4096  # open connections, where the process may open as many files; further ones are closed

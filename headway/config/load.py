@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from headway.config.auto import AUTO, AUTO_KEYS
 from headway.config.consistency import require_consistent
+from headway.config.external_models import SELF
 from headway.config.model import hf_name
 from headway.config.removed import replacement_of
 from headway.config.schema import Experiment, is_resumable
@@ -243,6 +244,13 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
+def model_folders(experiment: Experiment) -> dict[str, str]:
+    """The folders of models that processes read, by the keys that name them."""
+    folder_by_key = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
+    folder_by_key |= {f"teachers.{name}.path": t.path for name, t in experiment.teachers.items() if not t.address}
+    return {key: folder for key, folder in folder_by_key.items() if folder not in ("", SELF)}
+
+
 def flatten(experiment: Experiment) -> dict[str, Any]:
     """Return a mapping of ``section.key`` to JSON values, with nested tables flattened."""
     return dict(_walk("", json.loads(experiment.model_dump_json())))
@@ -265,7 +273,8 @@ def _effective(experiment: Experiment) -> dict[str, Any]:
     that trains for longer can't silently change the learning rates of replayed steps."""
     flat = flatten(experiment)
     del flat["model.dtype"]  # generator.dtype and trainer.dtype have its effect
-    flat |= {key: hf_name(flat[key]) for key in ("model.path", "model.reference")}  # in the cache of any machine
+    folder_keys = ("model.path", "model.reference", *(f"teachers.{name}.path" for name in experiment.teachers))
+    flat |= {key: hf_name(flat[key]) for key in folder_keys}  # in the cache of any machine
     if experiment.trainer.schedule == "constant":
         flat["trainer.schedule_steps"] = None
     elif experiment.trainer.schedule_steps is None:

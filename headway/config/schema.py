@@ -17,9 +17,11 @@ from headway.config.cluster import ClusterConfig
 from headway.config.control import ControlConfig
 from headway.config.curriculum import REPEAT_STEPS, CurriculumSection
 from headway.config.endpoint import EndpointSection, EnvironmentConfig
+from headway.config.external_models import TeacherConfig
 from headway.config.hooks import HooksConfig
 from headway.config.model import ModelConfig, apply_dtype
-from headway.config.objectives import CheckedParameters, ObjectiveParameters
+from headway.config.objective.parameters import CheckedParameters, ObjectiveParameters
+from headway.config.objective.rules import Rules, make_rules
 from headway.config.presets import apply_preset
 from headway.config.pruning import PruningConfig
 from headway.config.router import RouterSection
@@ -36,7 +38,7 @@ from headway.config.section import (
     host_port,
     require_named,
 )
-from headway.config.sources import SftConfig, TaskSources, VerifierSettings
+from headway.config.sources import DemonstrationsConfig, SftConfig, TaskSources, VerifierSettings
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # lowest and highest value that pass
@@ -197,6 +199,12 @@ class AlgorithmConfig(Section):
     kl_target: Annotated[float, Field(gt=0)] | None = None  # nats per token to which the coefficient adapts
     kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # from samples: trainer/kl.py
     kl_in: Literal["loss", "reward"] = "loss"  # the penalty's place; in the reward: k1 of each token, to go
+    # Tune: 0 to learn from a teacher alone: rewards are then only measured
+    policy_coefficient: Annotated[float, Field(ge=0)] = 1.0  # of the loss by reward, its KL penalty included
+    teacher: str = ""  # NAME of [teachers.NAME], whose distribution is learned too: docs/objectives.md
+    teacher_coefficient: Annotated[float, Field(gt=0)] = 1.0  # of the loss by the teacher
+    # Tune: 0.01 to 0.1 where answers of tools show how the environment works, and rewards are rare
+    environment_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the cross-entropy on what tools answered
     # Tune: "mask" or "penalty" while many responses are cut: a cut answer is no evidence that it was wrong
     overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # cut responses: as is, no loss, penalty, dropped
     # Tune: true for rollout.top_p or top_k, and where agents ask for JSON or a named tool: docs/objectives.md
@@ -352,6 +360,8 @@ class Experiment(Section):
     curriculum: CurriculumSection = CurriculumSection()
     pruning: PruningConfig = PruningConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
+    teachers: dict[str, TeacherConfig] = {}
     trainer: TrainerConfig = TrainerConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -366,6 +376,18 @@ class Experiment(Section):
     @classmethod
     def _apply_presets(cls, raw: Any) -> Any:
         return apply_dtype(apply_preset(without_auto(raw)))
+
+    @property
+    def rules(self) -> Rules[AlgorithmConfig]:
+        """The rules by which the training sources' samples are trained. Raises ValueError for a source's bad key."""
+        sampled_teachers = [name for name, teacher in self.teachers.items() if teacher.samples]
+        return make_rules(self.algorithm, self.tasks.train, sampled_teachers)
+
+    @property
+    def used_teachers(self) -> dict[str, TeacherConfig]:
+        """The teachers that some source's rule names, by name."""
+        names = dict.fromkeys(self.rules.algorithms[number].teacher for number in self.rules.used)
+        return {name: self.teachers[name] for name in names if name}
 
     @property
     def surplus_groups(self) -> int:
@@ -445,6 +467,7 @@ RESUMABLE_KEYS = {
     "hooks": "group_meta logging",
     "weights": "exchange steps_per_publish",
     "pruning": "* *.* *.*.*",
+    "teachers": "*.devices *.address *.address.*",
     "trainer": "devices shards context_parallel expert_parallel host_memory micro_batch_tokens micro_batch_samples "
     "shared_prefix gradient_checkpointing",
     "verifier": "timeout_s workers nodes",

@@ -66,6 +66,7 @@ class TaskSource(Section):
     weight: Annotated[float, Field(gt=0)] = 1.0  # share of the training tasks, relative to other sources' weights
     label: str = ""  # name under which its solve rate is reported; default: its path or name
     verifier: Annotated[str, BeforeValidator(_require_name)] = ""  # one of [verifiers.NAME]; default: [verifier]
+    algorithm: dict[str, Any] = {}  # tasks.train: keys of [algorithm] that its samples have otherwise
 
     @model_validator(mode="after")
     def _complete(self) -> TaskSource:
@@ -201,3 +202,12 @@ class SftConfig(Section):
     def total_steps(self, sequences: int) -> int:
         """Return the optimiser steps of the whole training on this number of sequences."""
         return self.steps or math.ceil((self.epochs or 3) * sequences / self.batch_sequences)
+
+
+class DemonstrationsConfig(Section):
+    """Demonstrations that are trained beside rollouts: `docs/objectives.md`."""
+
+    data: SftData = None  # a JSONL file, or a table, as sft.data; sft.train_on says which messages carry loss
+    per_step: Positive = 8  # rows in a step's batch, drawn without repetition until all were drawn
+    # Tune: 0.1 to 1: lower it when the reward falls, raise it when the model forgets what they show
+    coefficient: Annotated[float, Field(gt=0)] = 1.0  # of the mean cross-entropy over their loss tokens

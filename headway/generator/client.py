@@ -15,6 +15,7 @@ from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
 from headway.generator.routing.limiter import Limiter
+from headway.generator.routing.prompt_calls import PromptCalls
 from headway.generator.routing.replica import Replica, activity_of, call_replica, raise_but_deaths, replica_spec
 from headway.generator.routing.router import Router
 from headway.records.clients import Watch
@@ -73,18 +74,17 @@ class GeneratorPool:
         bring_to: Callable[[PublishedWeights, str], Awaitable[PublishedWeights]] | None = None,
         adapters: Mapping[str, AdapterConfig] | None = None,
         router: RouterConfig | None = None,
+        role: str = "generator",
     ) -> None:
         """``on_event(name, detail)`` reports deaths, restarts, losses, breaker changes and replicas that are behind.
         ``bring_to(weights, node)`` returns the weights in a form that the node's replicas can read. ``adapters`` are
-        served beside the run's. ``router`` replaces the experiment's settings."""
-        self._launcher = launcher
-        self._experiment = experiment
-        self._clock = clock
+        served beside the run's. ``router`` replaces the experiment's settings. ``role`` begins its workers' names."""
+        self._launcher, self._experiment, self._clock = launcher, experiment, clock
         self._on_event = on_event
         self._log_directory = log_directory
         self._restart_limit = restart_limit
         self._bring_to = bring_to
-        self._adapters = adapters
+        self._adapters, self._role = adapters, role
         self._router_settings = settings = router or RouterConfig.of(experiment.router)
         self._replicas: list[Replica] = []
         for device in experiment.generator.devices:
@@ -104,6 +104,7 @@ class GeneratorPool:
         self._newest: PublishedWeights | None = None
         self._updates = 0  # announced so far: never decreases, though versions may
         self._updating = asyncio.Lock()
+        self.prompts = PromptCalls(self._replicas, clock, self._require_running)
         self._supervisors: dict[str, asyncio.Task[None]] = {}  # by replica
         self._stopping = False
         self._unrecoverable: HeadwayError | None = None  # an error that no restart repairs
@@ -374,7 +375,8 @@ class GeneratorPool:
         return None
 
     def _add_replica(self, device: str) -> Replica:
-        spec = replica_spec(len(self._replicas), device, self._experiment, self._log_directory, self._adapters)
+        index, folder = len(self._replicas), self._log_directory
+        spec = replica_spec(index, device, self._experiment, folder, self._adapters, self._role)
         slot = WorkerSlot(
             spec,
             self._launcher,

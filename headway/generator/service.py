@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from headway.generator.activity import Activity, ActivitySpan, StepLog
+from headway.generator.engines.prompt_pass import PromptPass
 from headway.generator.engines.select import EngineSettings, build_engine
 from headway.records.errors import ConfigurationError
 from headway.records.execution import MemoryMove
@@ -20,11 +21,12 @@ from headway.records.generation import (
     GenerationRequest,
     Probe,
     ProbeScores,
+    PromptLogprobs,
     PublishedWeights,
     TokenDelta,
     UpdateMode,
 )
-from headway.records.tokens import decoder, encoder
+from headway.records.tokens import TokenIds, decoder, encoder
 from headway.records.trace import EngineStep
 from headway.runtime.child import WorkerContext
 
@@ -64,6 +66,7 @@ class GeneratorService:
         self._ready_since_s: float | None = None
         self._fetcher = ThreadPoolExecutor(1, "fetch")
         self._update: _Update | None = None
+        self._prompts: list[tuple[PromptPass, Future[PromptLogprobs]]] = []  # oldest first
 
     def submit(self, requests: bytes) -> None:
         """Queue requests (MessagePack of ``list[GenerationRequest]``)."""
@@ -102,6 +105,29 @@ class GeneratorService:
         """Score a probe between two decode steps: see `Engine.score`."""
         self._load()
         return self._engine.score(probe)
+
+    def prompt_logprobs(self, ids: TokenIds, top: int, adapter: str) -> Future[PromptLogprobs]:
+        """Compute log-probabilities of given tokens, in chunks between the decode steps: see `Engine.prompt_pass`."""
+        logprobs_future = Future[PromptLogprobs]()
+        self._prompts.append((self._engine.prompt_pass(ids, top, adapter), logprobs_future))
+        return logprobs_future
+
+    def _advance_prompt(self) -> bool:
+        """Compute a chunk of the oldest prompt; False if there is none."""
+        if not self._prompts:
+            return False
+        self._load()
+        prompt_pass, logprobs_future = self._prompts[0]
+        try:
+            logprobs = prompt_pass.advance()
+        except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
+            logprobs_future.set_exception(error)
+        else:
+            if logprobs is None:
+                return True
+            logprobs_future.set_result(logprobs)
+        del self._prompts[0]
+        return True
 
     def yield_device(self, yielded: bool) -> None:
         """Yield the device to the trainer, or (``yielded`` False) reclaim it; requests keep their KV meanwhile."""
@@ -160,6 +186,9 @@ class GeneratorService:
             self._load()
             self._activity.enter("busy")
         worked = not is_yielded and self._engine.step()
+        if not is_yielded and self._advance_prompt():
+            self._activity.enter("busy")
+            worked = True
         if not worked:
             self._activity.enter("yielded" if is_yielded else "idle")
         now_s = time.monotonic()

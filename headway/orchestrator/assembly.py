@@ -25,6 +25,7 @@ from headway.orchestrator.state import RunState
 from headway.orchestrator.step_metrics import StepMetrics
 from headway.orchestrator.task_selection import make_task_selector
 from headway.orchestrator.task_sets import tasks_data, training_weights
+from headway.orchestrator.teachers.stage import TeacherStage
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.ledger import LedgerLine
 from headway.records.node import NodeConditions
@@ -38,6 +39,7 @@ from headway.runtime.clock import Clock
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import EventCallback
+from headway.tasks.drawn_demonstrations import Demonstrations
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 
 WrapGenerate = Callable[[Generate], Generate]
@@ -53,9 +55,11 @@ class Actors:
     trainer: Trainer
     verifier: Verifier
     tokenizer: PromptCodec
+    teachers: TeacherStage | None = None  # None: no rule has any
     pictures: PictureClient | None = None  # None: no task has any
     train_tasks: Sequence[Task]
     evaluation_tasks: Mapping[str, list[Task]] = field(default_factory=dict)  # split -> tasks
+    demonstrations: Demonstrations | None = None  # see RunContext
     record: Callable[[LedgerLine], None]  # the ledger
     keep_sample: Callable[[dict[str, object]], None] = lambda line: None  # for trackers' tables
     recorder: RolloutRecorder | None = None  # of all rollouts
@@ -82,7 +86,8 @@ def assemble(
 ) -> Run:
     """Assemble a run over ``actors``; ``stack`` closes it. ``fence`` guards the buffer's commits, ``copy`` isn't
     started yet. Raises ConfigurationError for an unknown advantage: the first batch would be too late."""
-    resolve_advantage(experiment.algorithm.advantage)
+    for rule in experiment.rules.algorithms:
+        resolve_advantage(rule.advantage)
     queue = experiment.queue
     policy = "drop" if queue.surplus == "discard" else queue.overdue  # no batch waits for surplus that is discarded
     selectable = OpenGroups(
@@ -124,6 +129,7 @@ def assemble(
         generator=actors.generator,
         trainer=actors.trainer,
         verifier=actors.verifier,
+        teachers=actors.teachers,
         buffer=buffer,
         task_selector=selector,
         tokenizer=actors.tokenizer,
@@ -139,6 +145,7 @@ def assemble(
         directory=experiment.run.directory,
         tasks=tasks_data(actors.train_tasks),
         evaluation_tasks=dict(actors.evaluation_tasks),
+        demonstrations=actors.demonstrations,
         started_s=clock.now(),
         controller=actors.controller,
         replicated=no_copy if copy is None else copy.reached,
@@ -146,8 +153,7 @@ def assemble(
         worker_pools=actors.worker_pools,
         sandboxes=actors.host.pool.sandboxes if isinstance(actors.host, Environments) else no_sandboxes,
     )
-    if experiment.pruning.kinds:
-        context.pruning = Pruner(context)
+    context.pruning = Pruner(context) if experiment.pruning.kinds else None
     return Run(context)
 
 

@@ -31,7 +31,7 @@ class CollectLoop:
     """Verifies generated groups and commits them.
 
     Consumes: generated groups (dispatch's queue).
-    Waits for: the verifier pool.
+    Waits for: the verifier pool, teachers.
     Unblocked by: dispatch (a group's last member ends its generation).
     """
 
@@ -39,6 +39,7 @@ class CollectLoop:
         self._run = run
         self._generated = generated
         self._filters = GroupFilters(run.experiment, lambda rollout: run.tokenizer.decode(rollout.judged_ids))
+        self._rules = run.experiment.rules
         self._scored = ScoredText.of(run.experiment, run.tokenizer)
         self._reported_hooks: set[str] = set()  # hooks whose failure is in the ledger
         groups_per_step = run.experiment.queue.groups_per_step
@@ -57,13 +58,15 @@ class CollectLoop:
         run = self._run
         with run.waits.on("verdicts", LOOPS, f"group {group.index}"):
             verified = await verify_rollouts(group.task, rollouts, run.verifier, self._scored, run.clock)
+        if run.teachers is not None:
+            verified = await run.teachers.score(group, verified)
         if group.index not in run.state.running:
             return  # it ended as overdue while it was being verified
         filtered_group = self._filters.apply(FinishedGroup(group=group, rollouts=verified))
         finished, outcome = filtered_group.finished, filtered_group.outcome
         for problem in filtered_group.problems:
             self._report_hook_failure(problem)
-        evidence = None if outcome.ending == "failed" else evidence_of(finished)
+        evidence = None if outcome.ending == "failed" else evidence_of(finished, self._rules.of(group.task.source))
         # From this commit on the group is finished: nothing loses it.
         run.buffer.finish_group(finished, outcome.ending, outcome.reason, evidence)
         self._learn(evidence)

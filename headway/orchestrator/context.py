@@ -18,6 +18,7 @@ from headway.orchestrator.run_device_locks import RunMemory
 from headway.orchestrator.state import RunState
 from headway.orchestrator.step_metrics import StepMetrics
 from headway.orchestrator.task_selection import TaskSelector
+from headway.orchestrator.teachers.stage import TeacherStage
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
 from headway.records.errors import WorkerDied
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
@@ -28,6 +29,7 @@ from headway.records.task import Task
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.workers import death_fields
+from headway.tasks.drawn_demonstrations import Demonstrations
 from headway.trainer.client import TrainerClient
 
 Decide = Callable[
@@ -88,6 +90,8 @@ class RunContext:
     directory: str
     tasks: dict[str, int | str] = field(default_factory=dict)  # count and digest of the training tasks
     evaluation_tasks: dict[str, list[Task]] = field(default_factory=dict)  # split -> tasks
+    teachers: TeacherStage | None = None  # None: no rule has any
+    demonstrations: Demonstrations | None = None  # trained beside rollouts; None: none are
     pruning: EarlyPruning | None = None  # None: no rollout is ended early
     controller: Decide | None = None  # decides in another process; None: in this one, and the loops wait
     nodes: Callable[[], Iterable[NodeConditions]] = tuple  # conditions of the machines of a run on several

@@ -72,6 +72,8 @@ class ControlLoop:
         run = self._run
         engines, sandboxes = await asyncio.gather(run.generator.statistics(), run.sandboxes())
         complete_record = run.meter.with_engines(record, engines, run.generator.routing(), sandboxes)
+        teaching = None if run.teachers is None else run.teachers.take_statistics()
+        complete_record = msgspec.structs.replace(complete_record, teaching=teaching)
         run.record(msgspec.structs.replace(complete_record, nodes=tuple(run.nodes())))
         return complete_record
 

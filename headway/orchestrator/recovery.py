@@ -13,6 +13,7 @@ from headway.orchestrator.state import RunningGroup
 from headway.records.clients import Trainer
 from headway.records.errors import CheckpointCorrupt, MicroBatchesHalved, WorkerDied
 from headway.records.training import StepReport, TrainBatch
+from headway.tasks.drawn_demonstrations import demonstrations_of
 from headway.trainer.checkpoints import latest_valid, rename_corrupt
 
 MAX_RESTARTS = 3  # of a trainer, for each call
@@ -118,7 +119,8 @@ async def restore_trainer(run: RunContext, until: int) -> tuple[int, int]:
     for replay in run.buffer.batches_since(version):
         if version >= until:
             break
-        batch_parts = [build_batch(replay.step, part, run.experiment) for part in replay.parts]
+        demonstrations = demonstrations_of(run.demonstrations, replay.demonstrations)
+        batch_parts = [build_batch(replay.step, part, run.experiment, demonstrations) for part in replay.parts]
         report = await train_on(run.trainer, batch_parts)
         if report.skipped:
             raise CheckpointCorrupt(f"step {replay.step} trained before but is skipped in the replay: {report.reason}")
@@ -144,7 +146,7 @@ def restore_records(run: RunContext, recorded: int) -> None:
         run.event("ledger_incomplete", f"{detail}buffer; times and rates of {gap} steps are lost", steps=gap)
     for logged_batch in run.buffer.batches_since(max(recorded, run.buffer.released_version)):
         if logged_batch.outcome == "trained":
-            run.record(run.meter.lost_step(logged_batch.step, logged_batch.groups, run.time_s()))
+            run.record(run.meter.lost_step(logged_batch, run.time_s()))
             restored += 1
     if restored:
         run.event("records_restored", f"of {restored} completed steps whose own lines the ledger lacks", steps=restored)

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from headway.algorithms.groups.outcome import is_zero_variance
+from headway.buffer.row_encoding import LoggedBatch
 from headway.config.schema import Experiment
 from headway.control.estimates import pass_at
 from headway.control.length_bias import LengthBias
@@ -227,10 +228,9 @@ class StepMetrics:
         time_s: float,
         useful_samples: int = 0,
     ) -> StepRecord:
-        """Close the interval when a step is completed; returns the ledger record of everything since the previous step.
-        A step's own publish and checkpoint are therefore in the next step's record. ``trained``: the step's groups,
-        none when it was skipped. ``useful_samples``: those whose advantage isn't 0. ``with_engines`` adds the engines'
-        statistics."""
+        """Close the interval when a step is completed; returns the ledger record of everything since the previous step,
+        whose publish and checkpoint it has in place of its own. ``trained``: its groups, none when it was skipped.
+        ``useful_samples``: those with a gradient. ``with_engines`` adds the engines' statistics."""
         interval, self._interval = self._interval, self._new_interval()
         step_s = max(self._interval.started_s - interval.started_s, 1e-9)
         self._recent_step_s.append(step_s)
@@ -299,13 +299,15 @@ class StepMetrics:
             **_response_fields(interval.finished, self._pass_at),
         )
 
-    def lost_step(self, step: int, trained: Sequence[FinishedGroup], time_s: float) -> StepRecord:
+    def lost_step(self, batch: LoggedBatch, time_s: float) -> StepRecord:
         """Rebuild the record of a completed step that was lost in a kill from the batch log. Times, rates, the filtered
         groups and the trainer's figures are missing."""
+        step, trained = batch.step, batch.groups
         sample_count = sum(len(group.valid) for group in trained)
         return StepRecord(
             step=step,
             version=step + 1,
+            demonstrations=0 if batch.demonstrations is None else len(batch.demonstrations.rows),
             time_s=time_s,
             samples=sample_count,
             groups=len(trained),

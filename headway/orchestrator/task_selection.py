@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from headway.algorithms.groups.batches import trains_without_reward
 from headway.algorithms.groups.outcome import is_zero_variance
 from headway.buffer.store import GroupBuffer
 from headway.config.curriculum import CurriculumConfig
-from headway.config.schema import Experiment
+from headway.config.schema import AlgorithmConfig, Experiment
 from headway.control.curriculum.curriculum import Curriculum, TaskChoice
 from headway.records.curriculum import DRAW_REASONS, BandMove, CurriculumStep, Draw, DrawnGroup, TaskEvidence
 from headway.records.rollout import FinishedGroup
@@ -61,9 +62,10 @@ def make_task_selector(
     return AdaptiveSelector(experiment, tasks, weights)
 
 
-def evidence_of(finished: FinishedGroup) -> TaskEvidence | None:
+def evidence_of(finished: FinishedGroup, rule: AlgorithmConfig) -> TaskEvidence | None:
     """The evidence of a group on its task; None when no member was judged. Members that a filter removed count: without
-    them the task would seem easier or harder than it is."""
+    them the task would seem easier or harder than it is. Equal rewards don't count as no variance if more than these
+    trains the group under its ``rule``."""
     judged_rollouts = [r for r in finished.rollouts if r.failure is None and r.removal in (None, "filtered")]
     if not judged_rollouts:
         return None
@@ -71,7 +73,8 @@ def evidence_of(finished: FinishedGroup) -> TaskEvidence | None:
         group=finished.group.index,
         solved=sum(rollout.solved for rollout in judged_rollouts),
         valid=len(judged_rollouts),
-        zero_variance=is_zero_variance([rollout.reward for rollout in judged_rollouts]),
+        zero_variance=is_zero_variance([rollout.reward for rollout in judged_rollouts])
+        and not trains_without_reward(judged_rollouts, rule),
         version=finished.first_version,
     )
 

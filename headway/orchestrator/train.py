@@ -7,7 +7,7 @@ import hashlib
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +36,10 @@ from headway.orchestrator.stalls.alert_watch import AlertSettings, watching_aler
 from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import changed_tasks, load_task_sets, named_verifiers
+from headway.orchestrator.teachers.start import start_teachers
 from headway.records.errors import HeadwayError, Interrupted, RunLocked
 from headway.records.ledger import LedgerLine, RunSummary
+from headway.records.task import Task
 from headway.records.trace import QueueSnapshot, TraceLine, WorkerState
 from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
@@ -47,6 +49,8 @@ from headway.runtime.garbage_collection import short_collections
 from headway.runtime.run_directory import RunDirectory, with_saved_placement
 from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import INTERRUPTS, handled_signals
+from headway.runtime.workers import Launcher
+from headway.tasks.drawn_demonstrations import Demonstrations
 from headway.telemetry.exporters.exporters import start_exports
 from headway.telemetry.ledger import EVENT_END, Ledger, read_ledger, read_ledger_tail
 from headway.telemetry.rollouts.recorder import RolloutRecorder
@@ -269,11 +273,12 @@ class _WorkerEvents:
             record(context)
 
 
-def _open_tokenizer(experiment: Experiment, directory: RunDirectory, events: _WorkerEvents) -> Tokenizer:
+def _open_encoded(experiment: Experiment, directory: RunDirectory, events: _WorkerEvents) -> dict[str, Any]:
+    """The tokenizer and the demonstrations of `Actors`."""
     tokenizer = Tokenizer.of(experiment, directory.started())
     if tokenizer.added_stops:
         events("stop_tokens_added", tokenizer.added_text)
-    return tokenizer
+    return {"tokenizer": tokenizer, "demonstrations": Demonstrations.read(experiment, tokenizer)}
 
 
 async def wire(
@@ -304,26 +309,21 @@ async def wire(
     generator = GeneratorPool(
         launcher, experiment, clock, on_event=events, log_directory=directory.logs, bring_to=machines.bring_to
     )
-    verifier = VerifierPool(
-        launcher,
-        experiment.verifier,
-        clock,
-        named=named_verifiers(experiment, task_sets),
-        log_folder=directory.logs,
-        retries=experiment.rollout.retries,
-        observe=observers.observe,
-        on_event=events,
+    verifier = await _start_verifier(
+        experiment, task_sets, launcher, clock, stack, directory, observers.observe, events
     )
-    stack.push_async_callback(verifier.stop)
-    await verifier.start()
     task_sets = await leave_out_unproved(experiment, task_sets, verifier, events, directory.left_out)
     controller = ControllerProcess(launcher, clock, directory.logs)
     pictures = open_pictures(experiment, task_sets, launcher, clock, events)
+    encoded = _open_encoded(experiment, directory, events)
+    tokenizer, train_tasks = encoded["tokenizer"], task_sets["train"]
+    teachers = await start_teachers(experiment, tokenizer, train_tasks, launcher, clock, waits, events, stack)
     actors = Actors(
         generator=generator,
         trainer=trainer,
         verifier=verifier,
-        tokenizer=_open_tokenizer(experiment, directory, events),
+        **encoded,
+        teachers=teachers,
         pictures=pictures,
         train_tasks=task_sets.pop("train"),
         evaluation_tasks=task_sets,
@@ -356,6 +356,31 @@ async def wire(
         recording = recording_snapshots(run.context, observe, generator.activity, list_states, machines.conditions)
         await stack.enter_async_context(recording)
     return run
+
+
+async def _start_verifier(
+    experiment: Experiment,
+    task_sets: Mapping[str, Sequence[Task]],
+    launcher: Launcher,
+    clock: Clock,
+    stack: AsyncExitStack,
+    directory: RunDirectory,
+    observe: Callable[[TraceLine], None] | None,
+    events: _WorkerEvents,
+) -> VerifierPool:
+    verifier = VerifierPool(
+        launcher,
+        experiment.verifier,
+        clock,
+        named=named_verifiers(experiment, task_sets),
+        log_folder=directory.logs,
+        retries=experiment.rollout.retries,
+        observe=observe,
+        on_event=events,
+    )
+    stack.push_async_callback(verifier.stop)
+    await verifier.start()
+    return verifier
 
 
 def _worker_states(*pools: GeneratorPool | TrainerClient | VerifierPool | EnvironmentPool) -> list[WorkerState]:

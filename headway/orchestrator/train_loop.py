@@ -25,9 +25,10 @@ from headway.orchestrator.state import RunningGroup
 from headway.records.errors import NoProgress, WorkerDied
 from headway.records.generation import ProbeScores, PublishedWeights
 from headway.records.ledger import StepRecord
-from headway.records.rollout import Batch, Ending, FinishedGroup, Sample
+from headway.records.rollout import Batch, Ending, FinishedGroup, LoggedDemonstrations, Sample
 from headway.records.training import MAX_CONSECUTIVE_SKIPS, StepReport, TrainBatch
 from headway.runtime.bounded_queue import BoundedQueue
+from headway.tasks.drawn_demonstrations import demonstrations_of
 from headway.telemetry.rollouts.recorder import EVENT_ROLLOUTS_ENDED
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, version_of
 
@@ -67,7 +68,11 @@ class TrainLoop:
         async with self._updates:
             pending_batch = self._run.buffer.pending_batch()
             # Groups committed before a kill form this step, unchanged.
-            parts = [] if pending_batch is None else [self._part(list(part)) for part in pending_batch.parts]
+            parts = (
+                []
+                if pending_batch is None
+                else [self._part(list(part), pending_batch.demonstrations) for part in pending_batch.parts]
+            )
             while await self._form_batch(parts):
                 await self._step(parts)
                 parts = []
@@ -85,8 +90,10 @@ class TrainLoop:
             return f"run.time_limit_s = {limit_s:g} have passed"
         return "interrupted" if run.state.interrupted else ""
 
-    def _part(self, groups: list[FinishedGroup]) -> BatchPart:
-        return BatchPart(groups, build_batch(self._run.state.version, groups, self._run.experiment))
+    def _part(self, groups: list[FinishedGroup], logged: LoggedDemonstrations | None) -> BatchPart:
+        run = self._run
+        demonstrations = demonstrations_of(run.demonstrations, logged)
+        return BatchPart(groups, build_batch(run.state.version, groups, run.experiment, demonstrations))
 
     async def _form_batch(self, parts: list[BatchPart]) -> bool:
         """Fill up and commit the batch of the next step. With ``queue.groups_per_part`` it comes in several ``parts``:
@@ -105,10 +112,12 @@ class TrainLoop:
                 return False
             # Membership and order are durable before they are trained on (rule 8).
             indices = tuple(group.group.index for group in groups)
-            run.buffer.commit_batch(Batch(step=run.state.version, groups=indices), further=bool(parts))
+            drawn = None if run.demonstrations is None else run.demonstrations.draw(run.state.version)
+            batch = Batch(step=run.state.version, groups=indices, demonstrations=drawn)
+            run.buffer.commit_batch(batch, further=bool(parts))
             for index in indices:
                 run.state.batch_group(index)
-            parts.append(self._part(groups))
+            parts.append(self._part(groups, drawn))
             await run.replicated()
         return True
 
@@ -199,8 +208,10 @@ class TrainLoop:
             state=state,
             buffer_capacity_groups=run.buffer.statistics().capacity,
             time_s=run.time_s(),
-            useful_samples=0 if report.skipped else useful_samples(samples),
+            useful_samples=0 if report.skipped else useful_samples(samples, run.experiment.rules),
         )
+        if not report.skipped and parts[0].batch.demonstrations:
+            record = msgspec.structs.replace(record, demonstrations=len(parts[0].batch.demonstrations))
         if report.unrecorded:
             run.event(EVENT_ROLLOUTS_ENDED, report.unrecorded)
         if report.halved != self._halved:

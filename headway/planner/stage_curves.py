@@ -273,7 +273,7 @@ class RooflineCurves(StageCurves):
         else:
             nbytes = self._trainer_bytes(rates, layout)
         step_s, half_step_s = rates.step_s(tokens, sample_tokens), rates.step_s(tokens / 2, sample_tokens)
-        if self.experiment.algorithm.kl_coefficient > 0:
+        if any(rule.kl_coefficient > 0 for rule in self.experiment.rules.algorithms):
             step_s += rates.step_s(tokens, sample_tokens, scoring=True)
             half_step_s += rates.step_s(tokens / 2, sample_tokens, scoring=True)
         token_s = max(0.0, (step_s - half_step_s) / (tokens / 2))

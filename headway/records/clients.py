@@ -106,13 +106,10 @@ class Trainer(Protocol):
         """Train on a whole batch: one version, or a skipped step."""
         ...
 
-    async def forward_backward(
-        self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
-    ) -> PartReport:
-        """Accumulate loss, gradients and statistics of a part of the next step. ``loss``: name of the loss function
-        (default: the run's). ``divisor``: of its summed weighted token losses; without it `optim_step` divides by what
-        all parts together have. Raises StepRefused, with nothing changed, for what needs the whole batch, and for parts
-        that don't go together."""
+    async def forward_backward(self, part: TrainBatch) -> PartReport:
+        """Accumulate loss, gradients and statistics of a part of the next step, which `optim_step` divides by the
+        denominator of all parts together. Raises StepRefused, with nothing changed, for what needs the whole batch,
+        and for a part of another step."""
         ...
 
     async def optim_step(self, settings: OptimiserSettings | None = None) -> StepReport:

@@ -197,6 +197,7 @@ def rollout_from(
         versions=trunk.versions,
         token_rows=trunk.token_rows,
         grammars=trunk.grammars,
+        observations=trunk.observations,
         turn_ends=trunk.turn_ends,
         finish_reason="error" if failure is not None else "length" if conversation.cut else trunk.finish_reason,
         branches=tuple(other_branches),

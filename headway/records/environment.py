@@ -10,6 +10,9 @@ from headway.records.generation import GenerationResult, PartialResponse
 from headway.records.rollout import Failure, Rollout, ToolTimes, Verdict
 from headway.records.sandbox import Snapshot
 
+LEFT_OUT = "\n[{count} characters left out]\n"
+"""The note that stands for the middle of a tool's answer which is too long."""
+
 WORKER_EVENT = -1
 """Number of an answer of an environment's worker that is an event of its own: (name, text, further fields)."""
 

@@ -243,6 +243,16 @@ class ProbeScores(msgspec.Struct, frozen=True, kw_only=True):
     paths: dict[str, PathScores]  # trainer: alone, packed; engine: prefill, and decode where it can be forced
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of given tokens by an engine's newest weights: at temperature 1, over the whole vocabulary. L
+    tokens, K others."""
+
+    version: int  # of the weights
+    logprobs: np.ndarray  # [L] float32, nats; NaN for the first token, which follows nothing
+    top_ids: np.ndarray  # [L, K] int32: the K likeliest tokens in each one's place, likeliest first; -1 for the first
+    top_logprobs: np.ndarray  # [L, K] float32; NaN for the first
+
+
 def probe_ids(seed: int, vocabulary: int, context_tokens: int) -> tuple[int, ...]:
     """Return random token ids, equal for equal arguments on every machine; the context has room for one more."""
     tokens = max(2, min(PROBE_TOKENS, context_tokens - 1))

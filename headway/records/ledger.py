@@ -109,6 +109,16 @@ class JudgeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     cost: float = 0.0  # in the currency of verifier.parameters.price_*
 
 
+class TeacherStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Section of a step: the teachers that scored rollouts since the last step."""
+
+    rollouts: int = 0  # scored
+    failures: int = 0  # rollouts that failed because a teacher did
+    tokens: int = 0  # read
+    cost: float = 0.0  # in the currency of teachers.NAME.address.price_prompt
+    busy_s: float = 0.0  # in which a group was being scored
+
+
 class AgentStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Section of a step: model calls of agents whose groups finished since the last step."""
 
@@ -154,7 +164,7 @@ class QueueFlow(msgspec.Struct, frozen=True, kw_only=True):
     configured_concurrent_rollouts: int = 0  # as the experiment sets them
     configured_steps_per_publish: int = 0
     configured_verifier_workers: int = 0
-    useful_samples: int = 0  # trained ones whose advantage isn't 0
+    useful_samples: int = 0  # trained ones with a gradient: by an advantage that isn't 0, or by more than reward
     trained_tokens: int = 0  # of the batch, prompts included
     finished_groups: int = 0  # verified, those that were then filtered or failed included
     accepted_groups: int = 0  # ... that entered the buffer
@@ -239,6 +249,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     step_s: float = 0.0  # duration: wait + compute + publish + the rest
     samples: int = _always_encoded(int)  # trained in this step
     groups: int = _always_encoded(int)
+    demonstrations: int = 0  # trained beside the samples: no rollouts
     # rates, samples per second
     consumption_per_s: float = 0.0  # samples / (step time - wait): what the trainer would take if it never waited
     production_per_s: float = 0.0  # rollouts finished / step time
@@ -293,6 +304,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     length_bias: LengthBiasStatistics | None = None
     rewards: RewardStatistics | None = None
     judges: JudgeStatistics | None = None
+    teaching: TeacherStatistics | None = None
     agents: AgentStatistics | None = None
     sandboxes: SandboxStatistics | None = None  # counters and histograms: since the step before
     kernels: KernelScores | None = None

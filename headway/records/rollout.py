@@ -59,6 +59,16 @@ class Pruned(msgspec.Struct, frozen=True, kw_only=True):
     cut_reward: float | None = None  # audited: the reward pruning would have given; None: it would have left its group
 
 
+class TeacherMark(msgspec.Struct, frozen=True, kw_only=True):
+    """Which teacher scored a rollout, and what that cost."""
+
+    name: str  # of [teachers.NAME]
+    identity: str  # digest of its model's name and of its log-probabilities of a probe
+    tokens: int = 0  # that it read, retries included
+    cost: float = 0.0  # in the currency of its price
+    score_s: float = 0.0  # waits included
+
+
 ConstrainedRuns = dict[str, tuple[tuple[int, int], ...]]
 """Texts of grammars, each with the runs [first, behind) of response tokens that it constrained. A run is an answer,
 from its first token on."""
@@ -98,6 +108,9 @@ class Branch(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason = "stop"  # of its last call; a client's own limit of tokens is no "length"
     token_rows: dict[str, TokenRows] = {}  # by kind, of the tokens from the prompt's first on
     grammars: ConstrainedRuns = {}  # which of its tokens were sampled by a grammar
+    observations: tuple[
+        tuple[int, int], ...
+    ] = ()  # runs [first, behind) of response tokens that a tool's answer became
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +158,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     verify_s: float = 0.0  # time inside the verifier
     judge_tokens: int = 0  # of a language model that judged it, prompts included
     judge_cost: float = 0.0  # of the same, in the currency of its price
+    teacher: TeacherMark | None = None  # that scored its tokens (rows TEACHER); None: none has
     copies: int = 1  # how often it stands in a padded batch; each copy has that part of its weight
     resumes: int = 0  # how often it was parked and resumed, or moved off a dead engine
     reprefills: int = 0  # how often its KV was recomputed
@@ -161,6 +175,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     tool_times: tuple[ToolTimes, ...] = ()  # of its environment's calls of tools, and its replies without any
     token_rows: dict[str, TokenRows] = {}  # by kind, of the tokens from the prompt's first on
     grammars: ConstrainedRuns = {}  # which of its tokens were sampled by a grammar
+    observations: tuple[
+        tuple[int, int], ...
+    ] = ()  # runs [first, behind) of response tokens that a tool's answer became
 
     @property
     def rollout_id(self) -> str:
@@ -263,11 +280,19 @@ class FinishedGroup(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # di
         return min(versions) if versions else self.group.admitted_version
 
 
+class LoggedDemonstrations(msgspec.Struct, frozen=True, kw_only=True):
+    """The demonstrations of a batch as its log names them."""
+
+    rows: tuple[int, ...]  # numbers among those that can be drawn, in the order of training
+    digest: str  # of all of them
+
+
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The groups of one training step, or of its next part, committed to the batch log before they are trained on."""
 
     step: int  # trainer version before the step
     groups: tuple[int, ...]  # admission indices, ascending (the order of training)
+    demonstrations: LoggedDemonstrations | None = None  # trained beside the groups; None: none are
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,3 +302,5 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     advantage: float  # of every token; with turn_advantages their mean over its tokens
     turn_advantages: tuple[float, ...] = ()  # of the tokens of each turn (``rollout.turn_ends``); (): the same for all
     weight: float = 1.0  # part of its loss that counts here: 1 / copies
+    rule: int = 0  # number of its source's rule (`config.objective.rules.Rules`): losses and their coefficients
+    imitates: bool = False  # what tools answered carries cross-entropy (its runs ``observations``)

@@ -5,17 +5,26 @@ from __future__ import annotations
 import msgspec
 
 from headway.records.rollout import Sample
-from headway.records.tokens import TokenLogprobs
+from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 
 MAX_CONSECUTIVE_SKIPS = 20  # steps; beyond it, weights that don't change won't recover by themselves
 SKIPPED_MINIBATCHES = "skipped_minibatches"  # metric of a step: those that algorithm.early_stop_ratio left out
 
 
+class DrawnDemonstration(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of ``demonstrations.data`` in a batch: no rollout, no group, no advantage."""
+
+    row: int  # its number among those that can be drawn
+    ids: TokenIds
+    learned: TokenMask  # tokens with cross-entropy; the first has none
+
+
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """All samples of one step, in admission order."""
+    """All samples of one step, in admission order, and its demonstrations."""
 
     step: int  # trainer version before the step
     samples: tuple[Sample, ...]
+    demonstrations: tuple[DrawnDemonstration, ...] = ()
 
 
 class PartReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +32,7 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: int
     tokens: int  # of the samples, prompts included
-    loss: float  # sum of its weighted token losses, divided only where the divisor was given
+    loss: float  # sum of its weighted token losses
     loss_tokens: int
     compute_s: float
     # [N] of every token in turn (samples in batch order, a sample's trunk, then its branches); 0 where none has loss

@@ -39,7 +39,7 @@ def dry_run_rows(experiment: Experiment, environment_scores: bool = False) -> Ro
             f"{experiment.trainer.learning_rate:g} ({experiment.trainer.schedule}), "
             f"{_count_text(experiment.trainer.optimizer_steps_per_batch, 'optimiser step')} a batch"
         ),
-        "objective": _objective(experiment),
+        **_objectives(experiment),
         "weights": f"published every {_every(experiment.weights.steps_per_publish)}",
         "checkpoints": (
             f"every {_every(experiment.checkpoint.every_steps)}, the last {experiment.checkpoint.keep_last} kept"
@@ -103,9 +103,30 @@ def _evaluation(experiment: Experiment) -> str:
     return "; ".join(part_texts) or "nothing"
 
 
-def _objective(experiment: Experiment) -> str:
-    """Describe the settings of the objective that take effect, with the values that a preset filled in."""
-    algorithm = experiment.algorithm
+def _objectives(experiment: Experiment) -> Rows:
+    """Describe the rules by which samples are trained, a row for each source where they differ, and demonstrations."""
+    rules, demonstrations, rows = experiment.rules, experiment.demonstrations, Rows()
+    if len(rules.used) == 1:
+        rows["objective"] = _objective(experiment, rules.algorithms[rules.used[0]])
+    else:
+        rows |= {f"objective of {name}": _objective(experiment, rules.of(name)) for name in rules.rule_by_source}
+    if demonstrations.data is not None:
+        rows["demonstrations"] = (
+            f"{demonstrations.data.display_name}, {_count_text(demonstrations.per_step, 'row')} a step, cross-entropy "
+            f"x {demonstrations.coefficient:g}"
+        )
+    return rows
+
+
+def _objective(experiment: Experiment, algorithm: AlgorithmConfig) -> str:
+    """Describe the settings of a rule that take effect, with the values that a preset filled in."""
+    stream_texts = [f"teacher {algorithm.teacher} x {algorithm.teacher_coefficient:g}"] if algorithm.teacher else []
+    if algorithm.environment_coefficient:
+        stream_texts.append(f"cross-entropy on answers of tools x {algorithm.environment_coefficient:g}")
+    if not algorithm.policy_coefficient:
+        return ", ".join([*stream_texts, algorithm.aggregation])
+    if algorithm.policy_coefficient != 1:
+        stream_texts.insert(0, f"reward x {algorithm.policy_coefficient:g}")
     part_texts = [f"preset {algorithm.preset}"] if algorithm.preset else []
     part_texts += [algorithm.loss, f"advantage {algorithm.advantage}", *_bounds(algorithm), algorithm.aggregation]
     if algorithm.kl_coefficient:
@@ -122,9 +143,9 @@ def _objective(experiment: Experiment) -> str:
         part_texts.append(f"second moment at most {algorithm.second_moment_limit:g}")
     if algorithm.overlong != "score":
         part_texts.append(f"overlong responses: {algorithm.overlong}")
-    if experiment.queue.filter_zero_variance:
+    if experiment.queue.filter_zero_variance and not algorithm.teacher:
         part_texts.append("groups of equal rewards filtered")
-    return ", ".join(part_texts)
+    return ", ".join([*part_texts, *stream_texts])
 
 
 def _bounds(algorithm: AlgorithmConfig) -> list[str]:

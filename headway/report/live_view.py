@@ -37,6 +37,7 @@ _COLOURS = {
     "training-bound": "yellow",
     "synchronous": "cyan",
     "time-shared": "green",
+    "teacher-bound": "yellow",
     "environment-bound": "yellow",
     "other-bound": "red",
     "unknown": "dim",

@@ -145,6 +145,11 @@ def judge_balance(waits: WaitShares, budget: int | None) -> tuple[Balance, str]:
             "(tools, sandboxes). More of them at once (queue.max_concurrent_rollouts, sandbox.live) or quicker "
             "environments would speed this run up; more generators would not."
         ),
+        "teacher-bound": (
+            f"Teacher-bound: {numbers}; teachers score for {waits.teaching:.0%} of the time. More of their replicas "
+            "(teachers.NAME.devices), more requests at once to a server (address.concurrency) or a smaller teacher "
+            "would speed this run up; more generators would not."
+        ),
         "generation-bound": (
             f"Generation-bound: {numbers}. More generator capacity (replicas, slots, devices) or shorter responses "
             "would speed this run up; a faster trainer would not."

@@ -1,6 +1,6 @@
 """A client, with retries, of a language model behind any endpoint that speaks OpenAI's chat completions.
 
-Each question is one POST in the caller's thread. Redirects aren't followed, so that the key goes nowhere else.
+Each question is one request in the caller's thread. Redirects aren't followed, so that the key goes nowhere else.
 """
 
 from __future__ import annotations
@@ -51,22 +51,20 @@ class _Unrecoverable(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatModel:
-    """A model behind a chat completions endpoint, asked with retries.
+class ModelEndpoint:
+    """An address of a server that runs a model, asked with retries.
 
     No connection, a reply cut off or no JSON, a timeout, an overloaded or broken server and an answer that its reader
     can't use are retried ``retries`` times, with waits that double from ``retry_s``. Half of each wait is random:
     clients that failed together don't return together.
     """
 
-    url: str  # .../chat/completions
-    model: str
+    url: str
     key: str = field(default="", repr=False)
     called: str = "the model"  # in errors
     timeout_s: float = 30.0  # of one request
     retries: int = 2
     retry_s: float = 1.0
-    body: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further keys of the request
     sleep: Callable[[float], None] = time.sleep
     draw: Callable[[], float] = random.random
 
@@ -75,17 +73,14 @@ class ChatModel:
         """The longest time of a question: all requests time out, all waits have their maximum."""
         return (self.retries + 1) * self.timeout_s + self.retries * LONGEST_WAIT_S
 
-    def ask(
-        self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T], spent: RequestCosts, **body: Any
-    ) -> T:
-        """Ask the model and return ``read`` of the answer's text; ``read`` may raise `Retry`. ``spent`` grows with each
-        request; ``body``: further keys of the request. Raises ModelFailed."""
-        request = {"model": self.model, "messages": list(messages), **self.body, **body}
+    def call(self, body: Mapping[str, Any] | None, read: Callable[[object], T], spent: RequestCosts) -> T:
+        """Post ``body`` (None: get) and return ``read`` of the answer, which may raise `Retry`. ``spent`` grows with
+        each request. Raises ModelFailed."""
         reason = ""
         for attempt in range(self.retries + 1):
             try:
                 spent.attempts += 1
-                return read(self._text_of(self._post(request), spent))
+                return read(self._request(body))
             except Retry as error:
                 reason = str(error)
                 if attempt < self.retries:
@@ -96,16 +91,18 @@ class ChatModel:
                 break
         raise ModelFailed(f"{reason}; requests to {self.called}: {spent.attempts}")
 
-    def _post(self, body: dict[str, Any]) -> object:
+    def _request(self, body: Mapping[str, Any] | None) -> object:
         import httpx  # here: processes that ask no model don't wait for the import
 
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         try:
-            reply = httpx.post(
+            reply = httpx.request(
+                "GET" if body is None else "POST",
                 self.url,
-                content=json.dumps(body).encode(),  # httpx's own encoding refuses half surrogate pairs
+                # httpx's own encoding refuses half surrogate pairs
+                content=None if body is None else json.dumps(body).encode(),
                 headers=headers,
                 timeout=self.timeout_s,
                 verify=machine_certificates(),
@@ -126,6 +123,22 @@ class ChatModel:
             return reply.json()
         except ValueError:
             raise Retry(f"{self.called}'s reply isn't JSON: {quoted(reply.text)}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatModel(ModelEndpoint):
+    """A model behind a chat completions endpoint."""
+
+    model: str
+    body: Mapping[str, Any] = field(default_factory=dict[str, Any])  # further keys of the request
+
+    def ask(
+        self, messages: Sequence[Mapping[str, Any]], read: Callable[[str], T], spent: RequestCosts, **body: Any
+    ) -> T:
+        """Ask the model and return ``read`` of the answer's text; ``read`` may raise `Retry`. ``body``: further keys of
+        the request. See `ModelEndpoint.call`."""
+        request = {"model": self.model, "messages": list(messages), **self.body, **body}
+        return self.call(request, lambda answer: read(self._text_of(answer, spent)), spent)
 
     def _text_of(self, answer: object, spent: RequestCosts) -> str:
         """Return the text of a chat completion and add its tokens to ``spent``, even without a text. Raises Retry."""

@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgspec
 
 from headway.config.removed import renamed
-from headway.records.environment import NextTurn
+from headway.records.environment import LEFT_OUT, NextTurn
 from headway.records.rollout import ToolTimes
 from headway.records.task import Task
 from headway.rollout.episode_sandbox import EpisodeSandbox
@@ -314,4 +314,5 @@ class Environment:
         if len(text) <= limit:
             return text
         head_count, tail_count = limit - limit // 3, limit // 3
-        return f"{text[:head_count]}\n[{len(text) - head_count - tail_count} characters left out]\n{text[-tail_count:]}"
+        note = LEFT_OUT.format(count=len(text) - head_count - tail_count)
+        return text[:head_count] + note + text[-tail_count:]

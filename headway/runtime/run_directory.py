@@ -49,6 +49,7 @@ class RunDirectory:
         self.best = self.path / "best"
         self.summary = self.path / "summary.json"
         self.left_out = self.path / "left_out.json"  # tasks that their own answers don't solve: id -> why
+        self.teachers = self.path / "teachers.json"  # name -> which model it was when the run began
         self.sandboxes = self.path / "sandboxes"
         self.logs = self.path / "logs"
         self.waits = self.path / "waits.json"

@@ -206,7 +206,8 @@ async def served_pool(
     max_tokens = experiment.max_sequence_tokens
     path = experiment.model.path
     endpoint = EndpointConfig.of(experiment.endpoint)
-    app = App(sessions, chat, endpoint, path, max_tokens, adapters=adapters, metrics=metrics, on_event=on_event)
+    options: dict[str, Any] = {"adapters": adapters, "metrics": metrics, "on_event": on_event}
+    app = App(sessions, chat, endpoint, path, max_tokens, prompt_logprobs=pool.prompts.logprobs, **options)
     try:
         async with serving(app, endpoint, listener) as address:
             yield address, sessions

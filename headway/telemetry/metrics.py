@@ -84,6 +84,11 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "reward/zero_variance_share": ("rewards.zero_variance_share", "share of groups whose rewards are all equal"),
     "reward/judge_tokens": ("judges.tokens", "read and written by language models that judge"),
     "reward/judge_cost": ("judges.cost", "cost of these, in the currency of their price"),
+    "teaching/rollouts": ("teaching.rollouts", "scored by teachers outside of the trainer"),
+    "teaching/failures": ("teaching.failures", "rollouts that failed because a teacher did"),
+    "teaching/tokens": ("teaching.tokens", "read by them"),
+    "teaching/cost": ("teaching.cost", "of these, in the currency of their price"),
+    "teaching/busy_s": ("teaching.busy_s", "in which a group was being scored"),
     "agents/calls": ("agents.calls", "model calls of agents that were answered"),
     "agents/branches": ("agents.branches", "sequences that didn't extend their rollout's trunk"),
     "agents/rewritten_calls": ("agents.rewritten", "branches because the chat template rewrites answers"),
@@ -158,6 +163,8 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield "control/steps_per_publish", float(line.flow.steps_per_publish)
             yield "control/verifier_workers", float(line.flow.verifier_workers)
             yield "rates/useful_samples_per_s", line.flow.useful_samples / line.step_s if line.step_s else 0.0
+        if line.demonstrations:
+            yield "rates/demonstrations_per_s", line.demonstrations / line.step_s if line.step_s else 0.0
         for ending, count in line.endings.items():
             yield f"endings/{ending}_rollouts", float(count)
         for ending, token_count in line.tokens.ended.items() if line.tokens else ():

@@ -107,15 +107,12 @@ class TrainerClient(RankWorkers):
         reports: list[StepReport] = await self.call_each("train_step", [(share,) for share in shares])
         return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
 
-    async def forward_backward(
-        self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
-    ) -> PartReport:
+    async def forward_backward(self, part: TrainBatch) -> PartReport:
         """See `records.clients.Trainer.forward_backward`."""
         sequences, shares = await asyncio.to_thread(self._divide, part)
         previous_parts, self.accumulated_parts = self.accumulated_parts, 0  # after an error, unless nothing was changed
         try:
-            arguments_by_rank = [(share, loss, divisor) for share in shares]
-            reports: list[PartReport] = await self.call_each("forward_backward", arguments_by_rank)
+            reports: list[PartReport] = await self.call_each("forward_backward", [(share,) for share in shares])
         except StepRefused:
             self.accumulated_parts = previous_parts
             raise

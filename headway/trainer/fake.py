@@ -77,9 +77,7 @@ class FakeTrainer:
         await self.forward_backward(batch)
         return await self.optim_step()
 
-    async def forward_backward(
-        self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
-    ) -> PartReport:
+    async def forward_backward(self, part: TrainBatch) -> PartReport:
         if part.step != self.version:
             raise StepRefused(f"batch of step {part.step} given to a trainer at version {self.version}")
         started_s, latency = self._clock.now(), self._latency
@@ -97,7 +95,8 @@ class FakeTrainer:
         self._calls += 1
         samples = tuple(sample for part in self._parts for sample in part.samples)
         if self._keep_batches:
-            self.batches.append(TrainBatch(step=step, samples=samples))
+            demonstrations = tuple(drawn for part in self._parts for drawn in part.demonstrations)
+            self.batches.append(TrainBatch(step=step, samples=samples, demonstrations=demonstrations))
         compute_s = self._clear_parts()
         self.version += 0 if skipped else 1
         rollouts = [sample.rollout for sample in samples]

@@ -6,7 +6,7 @@ Legend: ``_n`` one value per packed token, ``_m`` per token that carries loss, `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,10 +22,8 @@ from headway.config.schema import TrainerConfig
 from headway.models.cpu import native
 from headway.models.decoder import Decoder
 from headway.models.experts import ExpertReplay
-from headway.models.gpu.recomputation import computed_again
 from headway.models.hf.pixels import Pixels, PixelStore
 from headway.models.hidden_states import HiddenStates, chosen_logprobs
-from headway.models.kernels import target_logprobs
 from headway.models.loading import DTYPES, copy_weights, weights_of
 from headway.models.packed_model import PackedModel
 from headway.models.run_model import (
@@ -41,7 +39,6 @@ from headway.models.run_model import (
 )
 from headway.models.shards.row_map import FileTensor
 from headway.models.shards.shard import Shard, shards_of
-from headway.models.sizes import logit_rows
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import PathScores, Probe, ProbeScores
 from headway.records.tokens import EXPERTS, KEPT, ExpertRouting, pixels_of
@@ -55,6 +52,9 @@ from headway.trainer.optimizer import AdamW, OptimiserState
 from headway.trainer.ranks import Ranks
 from headway.trainer.sharding import ShardedModel, is_divided, own_rows_of
 from headway.trainer.state_files import StateFiles
+from headway.trainer.streams.divergence import Divergence
+from headway.trainer.streams.teachers import TaughtTokens, divergence_of
+from headway.trainer.streams.token_logprobs import token_logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,7 @@ class TokenScores(NamedTuple):
     entropies_m: Tensor  # without
     kept: MicroBatchSets | None  # the sets over which these are normalised; None: all are the complete vocabulary
     expert_counts: tuple[int, int, int]  # `ExpertReplay.counts`, summed over all layers
+    divergence: Divergence | None = None  # from the teacher; None: no rule has one
 
 
 class Learner:
@@ -116,6 +117,7 @@ class Learner:
         self.lora = None if chosen.adapter is None else open_policy_adapter(self.model, chosen, device, seed)
         self.model.checkpointing = settings.gradient_checkpointing
         self.reference: PackedModel | None = None
+        self.frozen: list[PackedModel] = []  # the reference, and teachers
         self._trains_rows = is_sharded and not is_adapted  # an adapter's matrices are complete on every rank
         self.masters = self._open_masters()
         self.parameters = list(self.masters.trained().values())
@@ -154,29 +156,60 @@ class Learner:
     @property
     def shares_prefixes(self) -> bool:
         """Whether samples may share a prefix in a micro-batch, which all models that compute it must support."""
-        return all(model.shares_prefixes for model in (self.model, self.reference) if model is not None)
+        return all(model.shares_prefixes for model in (self.model, *self.frozen))
 
     def load_reference(self, model_path: str | Path) -> None:
-        """Load the frozen reference model of a KL penalty, in the forward pass's dtype. With an adapter and the model's
-        folder as ``model_path`` it is the model without its adapter. Raises ConfigurationError if its vocabulary size
-        differs."""
-        if self.lora is not None and Path(model_path) == Path(self._folder):
-            self.reference = without_adapter(self.model, self.lora)
-            return
-        if self.ranks.mesh is None:
-            reference = open_model(self._chosen, self.dtype, self.device, model_path).requires_grad_(False)
-        else:
-            reference = self._open_divided(model_path, self.dtype, frozen=True)
-        our_size, other_size = self.model.config.vocabulary_size, reference.config.vocabulary_size
+        """Load the reference model of a KL penalty (see `open_frozen`). Raises ConfigurationError if its vocabulary
+        size differs."""
+        self.reference = self.open_frozen(model_path)
+        our_size, other_size = self.model.config.vocabulary_size, self.reference.config.vocabulary_size
         if our_size != other_size:
             raise ConfigurationError(
                 f"model.reference = {str(model_path)!r} has a vocabulary of {other_size}, the model one of {our_size}: "
                 "they must be equal"
             )
-        self.reference = reference
+
+    def open_frozen(self, model_path: str | Path) -> PackedModel:
+        """Load a model that isn't trained, in the forward pass's dtype. With an adapter and the model's folder as
+        ``model_path`` it is the model without its adapter."""
+        if self.lora is not None and Path(model_path) == Path(self._folder):
+            model = without_adapter(self.model, self.lora)
+        elif self.ranks.mesh is None:
+            model = open_model(self._chosen, self.dtype, self.device, model_path).requires_grad_(False)
+        else:
+            model = self._open_divided(model_path, self.dtype, frozen=True)
+        self.frozen.append(model)
+        return model
+
+    def release_frozen(self) -> None:
+        """Free the heads that `hidden_states` has gathered."""
+        for sharded in self._sharded:
+            if any(model is sharded.model for model in self.frozen):
+                sharded.release()
+
+    def hidden_states(self, model: PackedModel, batch: MicroBatchArrays, predictors: IntArray) -> Tensor:
+        """Hidden states [J, d] of the micro-batch's rows ``predictors``, without gradient. If ranks divide ``model``,
+        its head stays complete until `release_frozen`."""
+        ids_n, context = self._tensor(batch.input_ids), model.division.context
+
+        @torch.no_grad()
+        def compute() -> Tensor:
+            hidden_nd = model.forward_packed(ids_n, batch.input_lengths, batch.continues)
+            if context is None:
+                return hidden_nd.index_select(0, self._tensor(predictors))
+            share = context.share(predictors, len(batch.input_ids), self.device)
+            return share.gather(hidden_nd.index_select(0, share.rows))
+
+        with native.using(self._kernels):
+            return model.compute(compute)
 
     def logprobs(
-        self, batch: MicroBatchArrays, arrays: SampleArrays, temperature: float, model: PackedModel | None = None
+        self,
+        batch: MicroBatchArrays,
+        arrays: SampleArrays,
+        temperature: float,
+        model: PackedModel | None = None,
+        taught: Sequence[TaughtTokens] = (),
     ) -> TokenScores:
         """Score the tokens that carry loss under ``model`` (default: the model in training, whose routers choose the
         batch's recorded experts if it replays them), over the kept sets of these tokens, if the batch has them. Raises
@@ -194,7 +227,7 @@ class Learner:
             predictors_m, targets_m = share.rows, targets_m[share.own]
             own_kept = None if kept is None else self._kept(batch.targets_m[share.own.cpu().numpy()], arrays)
 
-        def compute() -> tuple[Tensor, Tensor]:
+        def compute() -> list[Tensor]:
             if pictures:  # a transformers model: only these get pictures
                 packed_inputs = input_ids_n, batch.input_lengths, batch.continues
                 hidden_nd = chosen_model.forward_packed(*packed_inputs, pictures)  # pyright: ignore[reportCallIssue]
@@ -203,20 +236,25 @@ class Learner:
             else:
                 assert isinstance(chosen_model, Decoder)
                 hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
-            own_scores = token_logprobs(
-                chosen_model, hidden_nd.index_select(0, predictors_m), targets_m, temperature, kept=own_kept
-            )
-            return own_scores if share is None else (share.gather(own_scores[0]), share.gather(own_scores[1]))
+            hidden_md = hidden_nd.index_select(0, predictors_m)
+            own_scores = list(token_logprobs(chosen_model, hidden_md, targets_m, temperature, kept=own_kept))
+            if taught:
+                own_m = np.arange(len(batch.targets_m)) if share is None else share.own.cpu().numpy()
+                kept_of = lambda positions: self._kept(batch.targets_m[positions], arrays)  # noqa: E731
+                own_scores += divergence_of(taught, chosen_model, hidden_md, own_m, temperature, kept_of)
+            return own_scores if share is None else [share.gather(scores) for scores in own_scores]
 
         with native.using(self._kernels):
-            token_scores = chosen_model.compute(compute)
+            logprobs_m, entropies_m, *divergence = chosen_model.compute(compute)
         if share is not None and kept is not None:
             own_masses_m = kept.masses_m[share.own] if own_kept is None else own_kept.masses_m
             kept.masses_m.copy_(share.gather(own_masses_m))
         if replay is not None:
             counts = replay.counts.sum(0)
             expert_counts = (counts if share is None else self.ranks.sum_(counts, "context")).tolist()
-        return TokenScores(*token_scores, kept, cast("tuple[int, int, int]", tuple(expert_counts)))
+        counts_of_experts = cast("tuple[int, int, int]", tuple(expert_counts))
+        compared = Divergence(*divergence) if divergence else None
+        return TokenScores(logprobs_m, entropies_m, kept, counts_of_experts, compared)
 
     @torch.no_grad()
     def score(self, probe: Probe) -> ProbeScores:
@@ -425,7 +463,7 @@ class Learner:
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between two calls: weights and their masters, the reference model's
         weights, gradients, and AdamW's moments; of those that ranks divide this rank's rows."""
-        models = [self.model] if self.reference is None else [self.model, self.reference]
+        models = [self.model, *self.frozen]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         tensors += [] if self.lora is None else list(self.lora.parameters.values())
         tensors += self.masters.tensors.values()
@@ -437,35 +475,3 @@ class Learner:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device)
-
-
-def token_logprobs(
-    model: PackedModel,
-    hidden_md: Tensor,
-    targets_m: Tensor,
-    temperature: float,
-    chunk_logits: int | None = None,
-    kept: MicroBatchSets | None = None,
-) -> tuple[Tensor, Tensor]:
-    """log-softmax(z/T) at the targets [M] and entropy of the complete distribution [M], from hidden states [M, d]. With
-    ``kept`` both are over each target's set, whose log-probability is written to ``kept.masses_m``.
-
-    Above ``chunk_logits`` values (default: `logit_rows`) the [M, V] logits and masks are computed in chunks and never
-    exist at once.
-    """
-
-    def head(hidden_cd: Tensor, targets_c: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        stop, logits_cv = first + len(targets_c), model.head(hidden_cd)
-        tensors = () if kept is None else (kept.outside(first, stop), kept.masses_m[first:stop])
-        return target_logprobs(logits_cv, targets_c, temperature, *tensors)
-
-    vocabulary = model.config.vocabulary_size
-    on_gpu = hidden_md.device.type != "cpu" and kept is None
-    rows = logit_rows(vocabulary, on_gpu=on_gpu) if chunk_logits is None else max(1, chunk_logits // vocabulary)
-    if hidden_md.shape[0] <= rows:
-        return head(hidden_md, targets_m)
-    chunk_scores = [
-        computed_again(head, hidden_cd, targets_c, chunk * rows)
-        for chunk, (hidden_cd, targets_c) in enumerate(zip(hidden_md.split(rows), targets_m.split(rows), strict=True))
-    ]
-    return torch.cat([scores[0] for scores in chunk_scores]), torch.cat([scores[1] for scores in chunk_scores])

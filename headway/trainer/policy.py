@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from headway.algorithms.aggregation import Weighting, weighting
 from headway.algorithms.groups.rewards import reward_to_go
 from headway.algorithms.importance import second_moment_mask, sequence_mask, token_mask
 from headway.algorithms.samples import (
@@ -27,15 +26,16 @@ from headway.algorithms.samples import (
     split_by_group,
 )
 from headway.algorithms.step_plan import tree_of
+from headway.algorithms.streams import StreamWeights
 from headway.config.consistency import KL_HORIZON
+from headway.config.objective.rules import denominators_of
 from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.packed_model import PackedModel
 from headway.records.errors import MicroBatchesHalved, StepRefused
 from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
-from headway.runtime.hooks import Hook
-from headway.trainer.kl import adapted_coefficient, kl_estimate
+from headway.trainer.kl import adapted_coefficient
 from headway.trainer.learner import Learner
-from headway.trainer.losses import LOSSES, MAX_LOG_RATIO, TokenTerms, loss_settings, resolve, token_loss
+from headway.trainer.losses import MAX_LOG_RATIO, TokenTerms
 from headway.trainer.micro_batch_limit import MicroBatchLimit
 from headway.trainer.step_statistics import (
     DeviceColumns,
@@ -44,8 +44,11 @@ from headway.trainer.step_statistics import (
     expert_metrics,
     kept_metrics,
     prepared_metrics,
+    stream_metrics,
     token_metrics,
 )
+from headway.trainer.streams.losses import ScoredTokens, StreamLosses
+from headway.trainer.streams.teachers import Teachers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +59,7 @@ class AccumulatedPart:
     samples: int  # attempts, branches not counted
     loss_tokens: int
     compute_s: float
-    loss: str  # name of the loss function
-    divisor: float | None  # applied to its gradients; None: they are sums
-    total: float  # the divisor it would have as a batch
+    total: float  # the divisor it would have as a batch; its gradients are sums
     progress: Progress  # as `Progress.gather` returns it
 
 
@@ -70,12 +71,11 @@ class PolicyGradient:
         self.algorithm: AlgorithmConfig = experiment.algorithm
         self.trainer: TrainerConfig = experiment.trainer
         self.temperature = experiment.rollout.temperature
-        self.max_response_tokens = experiment.rollout.max_response_tokens
         self.token_budget = experiment.token_budget
-        self.loss = resolve(experiment.algorithm.loss)
-        self.kl_coefficient = self.algorithm.kl_coefficient  # with a kl_target it changes step by step
+        self.losses = StreamLosses(experiment, learner.device)
+        self.rules = self.losses.rules
+        self.teachers = Teachers(experiment, learner)
         self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
-        self.settings = loss_settings(self.algorithm)
         self.limit = MicroBatchLimit(self.trainer, learner, may_halve=not experiment.run.deterministic)
 
     @property
@@ -83,8 +83,7 @@ class PolicyGradient:
         """Whether the log-probabilities at the start of the step are computed in a separate forward pass. Only the
         decoupled objective, or a loss of the user, uses them; with one optimiser step they equal the current ones."""
         if self.algorithm.proximal == "auto":
-            loss_uses_proximal = self.algorithm.loss not in LOSSES or self.algorithm.loss == "decoupled_ppo"
-            return self.trainer.optimizer_steps_per_batch > 1 and loss_uses_proximal
+            return self.trainer.optimizer_steps_per_batch > 1 and any(rule.uses_proximal for rule in self.rules)
         return self.algorithm.proximal == "recompute"
 
     @property
@@ -104,8 +103,8 @@ class PolicyGradient:
             if minibatch_index and self._exceeds_early_stop(progress, prepared):
                 progress.skipped_minibatches = len(minibatches) - minibatch_index
                 break
-            weights = self._weighting(arrays, minibatch)
-            loss = self._accumulate(arrays, minibatch, weights, weights.divisor, prepared, progress, self.loss)
+            weights = self._weights(arrays, minibatch)
+            loss = self._accumulate(arrays, minibatch, weights, prepared, progress)
             progress.updates.append(self.learner.update(settings, loss))
             progress.loss += loss
         self.learner.clear_kept_sets()
@@ -126,23 +125,18 @@ class PolicyGradient:
         total_deviation, tokens = self.learner.ranks.sum_(sums_tensor).tolist()
         return total_deviation > limit * tokens
 
-    def forward_backward(
-        self, batch: FlatBatch, arrays: SampleArrays, loss: str | None = None, divisor: float | None = None
-    ) -> tuple[AccumulatedPart, Progress]:
-        """Accumulate the gradients of a part of a step, for `optim_step`; returns it with the values of this rank's
-        samples, ``arrays``. ``loss``: name of the loss function (default: the run's). ``divisor``: of its weighted
-        token losses; by default `optim_step` divides by that of all parts together. Raises StepRefused for a part that
-        is incompatible with earlier ones, and if the algorithm needs the complete batch. Any other error discards the
-        earlier parts too, since the gradients may be incomplete."""
+    def forward_backward(self, batch: FlatBatch, arrays: SampleArrays) -> tuple[AccumulatedPart, Progress]:
+        """Accumulate the gradients of a part of a step, for `optim_step`, which divides them by the denominator of all
+        parts together; returns it with the values of this rank's samples, ``arrays``. Raises StepRefused for a part of
+        another step than earlier ones, and if the run needs the complete batch. Any other error discards the earlier
+        parts too, since the gradients may be incomplete."""
         started = time.perf_counter()
-        loss_name = loss or self.algorithm.loss
-        self._require_part(batch.step, loss_name, divisor)
+        self._require_part(batch.step)
         if not self.parts:
             self.learner.clear_gradients()  # of a failed step
-        loss_function = self.loss if loss_name == self.algorithm.loss else resolve(loss_name)
-        weights = self._weighting(arrays, np.arange(arrays.samples))
+        weights = self._weights(arrays, np.arange(arrays.samples))
         try:
-            progress = self._accumulate_batch(arrays, batch.step, weights, divisor or 1.0, loss_function)
+            progress = self._accumulate_batch(arrays, batch.step, weights, divides=False)
             gathered = progress.gather(self.learner.ranks)
         except BaseException:
             self.clear()
@@ -152,9 +146,7 @@ class PolicyGradient:
             samples=batch.samples,
             loss_tokens=batch.loss_tokens,
             compute_s=time.perf_counter() - started,
-            loss=loss_name,
-            divisor=divisor,
-            total=weights.total,
+            total=weights[0].total,
             progress=gathered,
         )
         self.parts.append(part)
@@ -162,8 +154,7 @@ class PolicyGradient:
 
     def accumulate_gradients(self, arrays: SampleArrays, step: int = 0) -> Progress:
         """Accumulate the gradients of the complete batch as one minibatch, without an update."""
-        weights = self._weighting(arrays, np.arange(arrays.samples))
-        return self._accumulate_batch(arrays, step, weights, weights.divisor, self.loss)
+        return self._accumulate_batch(arrays, step, self._weights(arrays, np.arange(arrays.samples)))
 
     def optim_step(self, settings: OptimiserSettings) -> Progress:
         """Apply the gradients of the parts since the last step. A part with a non-finite loss skips the step, and the
@@ -172,10 +163,9 @@ class PolicyGradient:
             raise StepRefused("optim_step without gradients: forward_backward comes first")
         parts, self.parts = self.parts, []
         progress = Progress.joined([part.progress for part in parts])
-        divisor = 1.0
-        if parts[0].divisor is None:
-            divisor = max(1.0, sum(part.total for part in parts))
-            progress.loss /= divisor
+        divisor = max(1.0, sum(part.total for part in parts))
+        progress.loss /= divisor
+        progress.streams = progress.streams / [divisor, 1.0, divisor]
         update = self.learner.update(settings, progress.loss, divisor)
         bad_indices = [str(i) for i, part in enumerate(parts) if not math.isfinite(part.progress.loss)]
         if bad_indices:
@@ -191,8 +181,9 @@ class PolicyGradient:
             return
         kl = self.learner.ranks.all_gather(kl)[0]
         if kl is not None and math.isfinite(kl):
-            self.kl_coefficient = adapted_coefficient(
-                self.kl_coefficient, kl, target=target, samples=samples, horizon=horizon
+            rule = self.rules[0]
+            rule.kl_coefficient = adapted_coefficient(
+                rule.kl_coefficient, kl, target=target, samples=samples, horizon=horizon
             )
 
     def clear(self) -> None:
@@ -201,84 +192,84 @@ class PolicyGradient:
         self.learner.clear_gradients()
 
     def _accumulate_batch(
-        self, arrays: SampleArrays, step: int, weights: Weighting, divisor: float, function: Hook
+        self, arrays: SampleArrays, step: int, weights: list[StreamWeights], *, divides: bool = True
     ) -> Progress:
         progress = Progress.over(arrays)
         progress.prepared = prepared = self.prepare(arrays, step, progress)
         all_samples = np.arange(arrays.samples)
-        progress.loss = self._accumulate(arrays, all_samples, weights, divisor, prepared, progress, function)
+        progress.loss = self._accumulate(arrays, all_samples, weights, prepared, progress, divides=divides)
         self.learner.clear_kept_sets()
         return progress
 
-    def _require_part(self, step: int, loss: str, divisor: float | None) -> None:
-        if divisor is not None and not 0 < divisor < math.inf:
-            raise StepRefused(f"divisor {divisor}: valid: a number above 0, or None")
+    def _require_part(self, step: int) -> None:
         if self.algorithm.second_moment_limit is not None:
             raise StepRefused("algorithm.second_moment_limit bounds a mean over the whole batch: no parts")
         if self.trainer.optimizer_steps_per_batch > 1:
             raise StepRefused("trainer.optimizer_steps_per_batch divides the whole batch: no parts")
-        if not self.parts:
-            return
-        first_part = self.parts[0]
-        if first_part.step != step:
+        if len(denominators := denominators_of(self.losses.streams.parts)) > 1:
+            raise StepRefused(f"a step is divided once, and has several denominators: {', '.join(denominators)}")
+        if self.parts and self.parts[0].step != step:
             raise StepRefused(
-                f"a part of step {step} after one of step {first_part.step}: optim_step comes between them"
-            )
-        if (first_part.divisor is None) != (divisor is None):
-            raise StepRefused("either all parts of a step are given a divisor, or none is")
-        if divisor is None and first_part.loss != loss:
-            raise StepRefused(
-                f"a part with the loss {loss!r} after one with {first_part.loss!r}: with different losses each part "
-                "needs its divisor"
+                f"a part of step {step} after one of step {self.parts[0].step}: optim_step comes between them"
             )
 
-    def _weighting(self, arrays: SampleArrays, minibatch: IntArray) -> Weighting:
-        limit = self.max_response_tokens
-        weights = weighting(self.algorithm.aggregation, arrays, minibatch, max_response_tokens=limit)
-        return replace(weights, total=sum(self.learner.ranks.all_gather_data(weights.total)))
+    def _weights(self, arrays: SampleArrays, minibatch: IntArray) -> list[StreamWeights]:
+        weights = self.losses.streams.weights(arrays, minibatch)
+        totals_by_rank = self.learner.ranks.all_gather_data([part.total for part in weights])
+        return [replace(part, total=sum(totals)) for part, *totals in zip(weights, *totals_by_rank, strict=True)]
 
     def prepare(self, arrays: SampleArrays, step: int, progress: Progress) -> Prepared:
         """Compute the constants of the batch: forward passes without gradient if they are needed, then the KL inside
-        the reward, the staleness mask and the importance masks."""
-        algorithm = self.algorithm
-        kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_in == "reward"
+        the reward, what teachers add to advantages, the staleness mask and the importance masks."""
+        penalised_rules = [rule for rule, loss in enumerate(self.rules) if loss.algorithm.kl_coefficient > 0]
+        rules_of_reward = [rule for rule in penalised_rules if self.rules[rule].algorithm.kl_in == "reward"]
         start_n = reference_n = None
-        if self.recomputes_proximal or self._masks_by_importance or kl_in_reward:
+        if self.recomputes_proximal or self._masks_by_importance or rules_of_reward:
             start_n = self._logprobs_of_batch(arrays, self.learner.model, progress)
-        if algorithm.kl_coefficient > 0:
+        if penalised_rules:
             reference_model = self.learner.reference
             assert reference_model is not None, "the service loads it with the model"
             reference_n = self._logprobs_of_batch(arrays, reference_model, progress)
-        advantages_n = arrays.advantages_n
-        if kl_in_reward:
+        advantages_n, streams = arrays.advantages_n, self.losses.streams
+        policy_n, sequences_n = streams.policy_tokens(arrays), sequence_of_token(arrays)
+        for rule in rules_of_reward:
             assert start_n is not None
             assert reference_n is not None
-            idx_m = np.flatnonzero(arrays.loss_mask_n)
-            to_go_m = reward_to_go((start_n - reference_n)[idx_m].astype(np.float64), sequence_of_token(arrays)[idx_m])
+            idx_m = np.flatnonzero(policy_n & streams.has_rule(arrays, rule, sequences_n))
+            to_go_m = reward_to_go((start_n - reference_n)[idx_m].astype(np.float64), sequences_n[idx_m])
             advantages_n = advantages_n.copy()
-            advantages_n[idx_m] -= (self.kl_coefficient * to_go_m).astype(np.float32)
+            advantages_n[idx_m] -= (self.rules[rule].kl_coefficient * to_go_m).astype(np.float32)
+        advantages_n = self.teachers.shaped(
+            arrays, advantages_n, lambda read_arrays, model: self._logprobs_of_batch(read_arrays, model, progress)
+        )
         keep_n = np.ones(arrays.tokens, np.bool_)
         if self.token_budget is not None:
             keep_n &= step - arrays.versions_n <= self.token_budget
         if start_n is not None and self._masks_by_importance:
-            self._mask_by_importance(arrays, start_n, advantages_n, keep_n)
+            self._mask_by_importance(arrays, start_n, advantages_n, policy_n, keep_n)
         return Prepared(advantages_n=advantages_n, keep_n=keep_n, start_n=start_n, reference_n=reference_n)
 
     def _mask_by_importance(
-        self, arrays: SampleArrays, start_n: np.ndarray, advantages_n: np.ndarray, keep_n: np.ndarray
+        self,
+        arrays: SampleArrays,
+        start_n: np.ndarray,
+        advantages_n: np.ndarray,
+        policy_n: np.ndarray,
+        keep_n: np.ndarray,
     ) -> None:
-        """Clear ``keep_n`` for tokens that an importance mask drops; each mask applies to the tokens kept so far."""
+        """Clear ``keep_n`` for tokens of the policy stream that an importance mask drops; each mask applies to the
+        tokens kept so far."""
         config = self.algorithm
         log_weight_n = (start_n - arrays.behaviour_logprobs_n).astype(np.float64)
         if config.token_mask is not None:
-            idx_m = np.flatnonzero(arrays.loss_mask_n & keep_n)
+            idx_m = np.flatnonzero(policy_n & keep_n)
             keep_n[idx_m] = token_mask(log_weight_n[idx_m], config.token_mask)
         if config.sequence_mask is not None:
-            idx_m = np.flatnonzero(arrays.loss_mask_n & keep_n)
+            idx_m = np.flatnonzero(policy_n & keep_n)
             samples_m = sequence_of_token(arrays)[idx_m]
             keep_n[idx_m] = sequence_mask(log_weight_n[idx_m], samples_m, config.sequence_mask, config.sequence_mask_by)
         if config.second_moment_limit is not None:
-            idx_m = np.flatnonzero(arrays.loss_mask_n & keep_n)
+            idx_m = np.flatnonzero(policy_n & keep_n)
             ranks, rank_terms = self.learner.ranks, (log_weight_n[idx_m], advantages_n[idx_m].astype(np.float64))
             terms_by_rank = ranks.all_gather_data(rank_terms)  # the mask bounds a mean over the whole batch
             log_weight_m, advantages_m = (np.concatenate(columns) for columns in zip(*terms_by_rank, strict=True))
@@ -290,13 +281,14 @@ class PolicyGradient:
         self,
         arrays: SampleArrays,
         minibatch: IntArray,
-        weights: Weighting,
-        divisor: float,
+        weights: list[StreamWeights],
         prepared: Prepared,
         progress: Progress,
-        function: Hook,
+        *,
+        divides: bool = True,
     ) -> float:
-        """Run forward and backward over one minibatch; returns its loss (this rank's part of the sum)."""
+        """Run forward and backward over one minibatch; returns its loss (this rank's part of the sum). ``divides``: by
+        the denominators of ``weights``."""
         totals = progress.totals()
 
         def undo() -> None:
@@ -307,32 +299,39 @@ class PolicyGradient:
 
         def compute() -> float:
             samples_n, columns = sequence_of_token(arrays), DeviceColumns()
+            policy_n = self.losses.streams.policy_tokens(arrays)
             for batch in self._micro_batches(arrays, minibatch):
-                scores = self.learner.logprobs(batch, arrays, self.temperature)
+                taught = self.teachers.taught(batch, arrays)
+                scores = self.learner.logprobs(batch, arrays, self.temperature, taught=taught)
                 logprobs_m, idx_m = scores.logprobs_m, batch.targets_m
                 if batch is EMPTY_MICRO_BATCH:
                     self.learner.backward(0.0 * logprobs_m.sum())
                     continue
-                terms = self._terms(arrays, prepared, idx_m, samples_n[idx_m], logprobs_m)
-                losses = token_loss(function, terms, self.settings)
-                loss_m = losses.loss_m
-                if prepared.reference_n is not None and self.algorithm.kl_in == "loss":
-                    reference_m = self._tensor(prepared.reference_n[idx_m])
-                    penalty_m = kl_estimate(self.algorithm.kl_estimator, logprobs_m, reference_m, terms.behaviour_m)
-                    loss_m = loss_m + self.kl_coefficient * penalty_m
-                loss_m = torch.where(self._tensor(prepared.keep_n[idx_m]), loss_m, 0.0)
-                weights_m = self._tensor(weights.weights_s[samples_n[idx_m]].astype(np.float32))
-                loss = (loss_m * weights_m).sum() / divisor
-                self.learner.backward(loss)
-                columns.add(idx_m, loss, logprobs_m, terms.proximal_m, scores.entropies_m, losses.clipped_m)
+                sequences_m = samples_n[idx_m]
+                scored = ScoredTokens(
+                    terms=(terms := self._terms(arrays, prepared, idx_m, sequences_m, logprobs_m)),
+                    reference_m=self._optional_tensor(prepared.reference_n, idx_m),
+                    divergence=scores.divergence,
+                    indices_m=idx_m,
+                    sequences_m=sequences_m,
+                )
+                stream_sum = self.losses.sum(arrays, scored, weights, divides=divides)
+                self.learner.backward(stream_sum.loss)
+                columns_m = logprobs_m, terms.proximal_m, scores.entropies_m, stream_sum.clipped_m
+                columns.add(idx_m, policy_n[idx_m], stream_sum.loss, *columns_m)
+                columns.add_figures(stream_sum.figures)
                 progress.tokens += batch.sample_tokens
                 progress.computed_tokens += len(batch.input_ids)
                 progress.micro_batches += 1
-                progress.flops += self.learner.training_flops(batch)
+                progress.flops += self.learner.training_flops(batch) + self.teachers.flops(batch)
                 progress.count(scores, idx_m, len(batch.input_ids), self.learner.routing)
+            self.learner.release_frozen()
             return columns.read(progress)
 
-        return self.limit.attempt(compute, undo)
+        loss = self.limit.attempt(compute, undo)
+        if not self.losses.streams.single:
+            progress.count_streams(self.losses.streams.count(arrays, minibatch))
+        return loss
 
     def _terms(
         self, arrays: SampleArrays, prepared: Prepared, idx_m: IntArray, samples_m: IntArray, logprobs_m: torch.Tensor
@@ -379,6 +378,9 @@ class PolicyGradient:
             else:
                 yield EMPTY_MICRO_BATCH
 
+    def _optional_tensor(self, values_n: np.ndarray | None, idx_m: IntArray) -> torch.Tensor | None:
+        return None if values_n is None else self._tensor(values_n[idx_m])
+
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.learner.device)
 
@@ -396,10 +398,11 @@ class PolicyGradient:
                 behaviour_m=progress.behaviour_n[idx_m].astype(np.float64),
                 entropies_m=progress.entropies_n[idx_m],
                 clipped_m=progress.clipped_n[idx_m],
-                cap=self.settings.behaviour_weight_cap,
+                cap=self.rules[0].settings.behaviour_weight_cap,
             ),
             **prepared_metrics(progress, idx_m),
             **expert_metrics(progress),
             **kept_metrics(progress, idx_m),
-            **({} if self.algorithm.kl_target is None else {"kl_coefficient": self.kl_coefficient}),
+            **({} if self.losses.streams.single else stream_metrics(progress)),
+            **({} if self.algorithm.kl_target is None else {"kl_coefficient": self.rules[0].kl_coefficient}),
         }

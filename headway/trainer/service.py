@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from headway.algorithms.samples import FlatBatch
-from headway.config.load import validate_experiment
+from headway.config.load import model_folders, validate_experiment
 from headway.config.schema import Experiment, TrainerConfig
 from headway.models.adapter_targets import base_digest
 from headway.models.cpu.native import missing_reason
@@ -198,7 +198,7 @@ class TrainerService(ModelService):
         uses_native = native_kernels_enabled() and settings.dtype == "float32" and torch.get_num_threads() == 1
         if uses_native and (reason := missing_reason(torch.float32, self.learner.device)):
             context.log.warning("training without the native kernels, which costs a tenth of the speed: %s", reason)
-        if validated.algorithm.kl_coefficient > 0:
+        if any(algorithm.kl_coefficient > 0 for algorithm in validated.rules.algorithms):
             self.learner.load_reference(validated.model.reference or validated.model.path)
         torch.manual_seed(validated.run.seed)
         self.policy = PolicyGradient(self.learner, validated)
@@ -217,14 +217,14 @@ class TrainerService(ModelService):
         gathered = progress.gather(self.ranks)
         return self._report(gathered, settings, started, samples=batch.samples, loss_tokens=batch.loss_tokens)
 
-    def forward_backward(self, part: FlatBatch, loss: str | None = None, divisor: float | None = None) -> PartReport:
+    def forward_backward(self, part: FlatBatch) -> PartReport:
         """Accumulate the gradients of a part of the next step (see `PolicyGradient.forward_backward`). Raises
         StepRefused if its step isn't the present version."""
-        self._require_equal("forward_backward", part, loss=loss, divisor=divisor)
+        self._require_equal("forward_backward", part)
         if part.step != self.version:
             raise StepRefused(f"a part of step {part.step} given to a trainer at version {self.version}")
         arrays = part.arrays()
-        accumulated, progress = self.policy.forward_backward(part, arrays, loss, divisor)
+        accumulated, progress = self.policy.forward_backward(part, arrays)
         self._recorder.record(part, arrays, progress)
         return PartReport(
             samples=accumulated.samples,
@@ -320,7 +320,7 @@ class TrainerService(ModelService):
         adapts_kl = self.experiment.algorithm.kl_target is not None
         return SavedFolder(
             path=path,
-            state=self._state(consumed, {"kl_coefficient": self.policy.kl_coefficient} if adapts_kl else {}),
+            state=self._state(consumed, {"kl_coefficient": self.policy.rules[0].kl_coefficient} if adapts_kl else {}),
             weights_folder=self._weights_folder,
             texts={GRAMMAR_FILE: GRAMMAR_VERSION} if self._constrains else {},
             has_optimiser=True,
@@ -352,12 +352,14 @@ class TrainerService(ModelService):
         self.learner.optimiser.state = self.learner.read_optimiser(state_files)
         rng_state = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
         torch.set_rng_state(torch.from_numpy(rng_state.copy()))
-        self.policy.kl_coefficient = state.metrics.get("kl_coefficient", self.experiment.algorithm.kl_coefficient)
+        self.policy.rules[0].kl_coefficient = state.metrics.get(
+            "kl_coefficient", self.experiment.algorithm.kl_coefficient
+        )
         self.version = state.version
         return self.version
 
-    def _require_equal(self, call: str, batch: FlatBatch, **facts: Any) -> None:
-        facts |= {"version": self.version, "step": batch.step, "groups": len(batch.batch_groups)}
+    def _require_equal(self, call: str, batch: FlatBatch) -> None:
+        facts: dict[str, Any] = {"version": self.version, "step": batch.step, "groups": len(batch.batch_groups)}
         facts |= {"samples": batch.samples, "tokens": batch.tokens, "loss tokens": batch.loss_tokens}
         self.ranks.require_equal(call, facts)
 
@@ -394,8 +396,7 @@ def _installation(experiment: Experiment) -> dict[str, str]:
     for package in ("transformers", "peft"):
         with suppress(PackageNotFoundError):
             facts[package] = version(package)
-    folders = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
-    return facts | {key: base_digest(folder) for key, folder in folders.items() if folder}
+    return facts | {key: base_digest(folder) for key, folder in model_folders(experiment).items()}
 
 
 def open_ranks(settings: TrainerConfig, rank: int, size: int, rendezvous: str, device: torch.device) -> Ranks:

@@ -108,6 +108,11 @@ class ShardedModel:
             unit.reshard()
         return parameters
 
+    def release(self) -> None:
+        """Forget the complete weights outside of the layers, which passes without a backward keep while gradients are
+        enabled. No collective."""
+        self._root.reshard()
+
     def reset(self) -> None:
         """Forget a pass that failed, and its gradients of complete units. No collective."""
         self._root.reset_iter_state()

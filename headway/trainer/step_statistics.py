@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from headway.algorithms.samples import IntArray, SampleArrays
+from headway.config.objective.rules import STREAMS
 from headway.records.tokens import ExpertRouting
 from headway.trainer.learner import TokenScores, Update
 from headway.trainer.losses import MAX_LOG_RATIO
@@ -55,7 +56,7 @@ class Progress:
     entropies_n: np.ndarray
     clipped_n: np.ndarray
     masses_n: np.ndarray  # log-probability of the set among which each token was sampled; 0: the complete vocabulary
-    seen_n: np.ndarray  # 1 for tokens whose values were computed
+    seen_n: np.ndarray  # 1 for tokens of the policy stream whose values were computed
     loss: float = 0.0  # sum over optimiser steps
     tokens: int = 0  # fed tokens of the samples
     computed_tokens: int = 0  # the same, shared prefixes counted once
@@ -68,6 +69,8 @@ class Progress:
     kept_tokens: int = 0  # sampled among a part of the vocabulary
     kept_ids: int = 0  # in the sets of all kept_tokens
     constrained_tokens: int = 0  # constrained by a grammar
+    # [streams, 3] loss, tokens and sum of |d loss / d log pi|, if there are several streams or rules
+    streams: np.ndarray = field(default_factory=lambda: np.zeros((len(STREAMS), 3)))
     updates: list[Update] = field(default_factory=list)
     skipped_minibatches: int = 0  # by algorithm.early_stop_ratio; equal on all ranks
     prepared: Prepared | None = None
@@ -94,6 +97,10 @@ class Progress:
             self.kept_ids += kept.ids
             self.constrained_tokens += kept.constrained
 
+    def count_streams(self, tokens: np.ndarray) -> None:
+        """Add the ``tokens`` [streams] of an optimiser step."""
+        self.streams = self.streams + np.stack((np.zeros(len(STREAMS)), tokens, np.zeros(len(STREAMS))), 1)
+
     def totals(self) -> dict[str, Any]:
         """Return what `joined` sums, by name."""
         return {name: getattr(self, name) for name in _COUNTED}
@@ -109,7 +116,7 @@ class Progress:
         if parts := ranks.gather(replace(self, **arrays, prepared=prepared) if ranks.is_first else None):
             gathered = Progress.joined([part for part in parts if part is not None])
             return replace(gathered, updates=self.updates, skipped_minibatches=self.skipped_minibatches)
-        return replace(self, **dict.fromkeys(_COUNTED, 0))
+        return replace(self, **dict.fromkeys(_COUNTED, 0) | {"streams": np.zeros_like(self.streams)})
 
     @classmethod
     def joined(cls, parts: Sequence[Progress]) -> Progress:
@@ -129,22 +136,35 @@ class DeviceColumns:
     def __init__(self) -> None:
         self._indices: list[IntArray] = []
         self._tensors: list[torch.Tensor] = []  # of each micro-batch: its loss, then the columns one after another
+        self._in_policy: list[np.ndarray] = []
+        self._figures: list[torch.Tensor] = []
 
-    def add(self, idx_m: IntArray, loss: torch.Tensor, *columns_m: torch.Tensor) -> None:
-        """Add a micro-batch: its loss, and the `_COLUMNS` of the tokens ``idx_m``."""
+    def add(self, idx_m: IntArray, policy_m: np.ndarray, loss: torch.Tensor, *columns_m: torch.Tensor) -> None:
+        """Add a micro-batch: its loss, and the `_COLUMNS` of the tokens ``idx_m``. ``policy_m``: whether they are of
+        the policy stream, bool."""
         self._indices.append(idx_m)
+        self._in_policy.append(policy_m)
         self._tensors += [x.detach().to(loss.dtype).view(-1) for x in (loss, *columns_m)]
+
+    def add_figures(self, figures: torch.Tensor | None) -> None:
+        """Add a micro-batch's loss and slope of each stream [streams, 2]; None: there is one."""
+        if figures is not None:
+            self._figures.append(figures)
 
     def read(self, progress: Progress) -> float:
         """Copy the values to ``progress`` in one transfer; returns the sum of the losses."""
         values = torch.cat(self._tensors).cpu().numpy() if self._tensors else np.zeros(0)
         first, loss = 0, 0.0
-        for idx_m in self._indices:
+        for idx_m, policy_m in zip(self._indices, self._in_policy, strict=True):
             loss += float(values[first])
             stop = first + 1 + len(_COLUMNS) * len(idx_m)
             for name, column_m in zip(_COLUMNS, np.split(values[first + 1 : stop], len(_COLUMNS)), strict=True):
                 getattr(progress, name)[idx_m] = column_m
-            progress.seen_n[idx_m], first = 1.0, stop
+            progress.seen_n[idx_m], first = policy_m, stop
+        if self._figures:
+            loss_of_stream, slope_of_stream = torch.stack(self._figures).sum(0).double().cpu().numpy().T
+            zeros = np.zeros(len(STREAMS))
+            progress.streams = progress.streams + np.stack((loss_of_stream, zeros, slope_of_stream), 1)
         return loss
 
 
@@ -152,7 +172,18 @@ _COLUMNS = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n")
 _COMPUTED = ("logprobs_n", "proximal_n", "entropies_n", "clipped_n", "masses_n", "seen_n")
 _EXPERTS = ("routers", "experts_recorded", "experts_disagree", "experts_astray")
 _KEPT = ("kept_tokens", "kept_ids", "constrained_tokens")
-_COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops", *_EXPERTS, *_KEPT)
+_COUNTED = ("loss", "tokens", "computed_tokens", "micro_batches", "flops", *_EXPERTS, *_KEPT, "streams")
+
+
+def stream_metrics(progress: Progress) -> dict[str, float]:
+    """Metrics of each stream of the loss: stream_NAME_loss, its part of the loss; stream_NAME_tokens, before masks;
+    stream_NAME_slope, the sum of |d loss / d log pi| over its tokens, which compares what streams pull at."""
+    updates = max(1, len(progress.updates))
+    return {
+        f"stream_{stream}_{figure}": float(number) / (1 if figure == "tokens" else updates)
+        for stream, figures in zip(STREAMS, progress.streams, strict=True)
+        for figure, number in zip(("loss", "tokens", "slope"), figures, strict=True)
+    }
 
 
 def expert_metrics(progress: Progress) -> dict[str, float]:

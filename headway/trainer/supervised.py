@@ -67,7 +67,7 @@ class SupervisedService(ModelService):
         lengths_s: npt.NDArray[np.int64],
         held_out: int = 0,
     ) -> None:
-        """Set the concatenated sequences, and their tokens that carry loss (orchestrator/jobs/sft_data.py).
+        """Set the concatenated sequences, and their tokens that carry loss (tasks/sft_data.py).
         ``held_out``: number of sequences, drawn by the seed, that are only evaluated (`held_out_loss`)."""
         self._token_ids_n, self._learned_n = token_ids_n, learned_n
         self._lengths_s, self._starts_s = lengths_s, np.cumsum(lengths_s) - lengths_s

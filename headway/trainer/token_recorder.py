@@ -70,7 +70,7 @@ class TokenRecorder:
 def _values(batch: FlatBatch, arrays: SampleArrays, progress: Progress, share: float) -> pa.RecordBatch:
     prepared = progress.prepared
     assert prepared is not None, "the step has prepared it"
-    taken_s = is_recorded(arrays.groups_s, share)
+    taken_s = is_recorded(arrays.groups_s, share) & (arrays.groups_s >= 0)  # without demonstrations
     response_n = (arrays.versions_n >= 0) & np.repeat(taken_s, arrays.lengths_s)
     idx_r = np.flatnonzero(response_n)
     before_n = np.concatenate([[0], np.cumsum(response_n)])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from headway.config.load import validate_experiment
-from headway.orchestrator.jobs.sft_data import read_sft_tokens
 from headway.records.errors import ConfigurationError
+from headway.tasks.sft_data import read_sft_tokens
 from headway.tokens.tokenizer import Tokenizer
 from headway.tokens.tokenizer_training import CHAT_TEMPLATE
 from tests.golden import chat_templates as templates

@@ -63,7 +63,7 @@ def defined_gradient(
             advantages_m=torch.tensor(values)[mask],
             keep_m=kept,
         )
-        per_token = trainer.policy.loss(terms, trainer.policy.settings).loss_m
+        per_token = trainer.policy.rules[0].function(terms, trainer.policy.rules[0].settings).loss_m
         if algorithm.kl_coefficient > 0 and algorithm.kl_in == "loss":
             assert trainer.learner.reference is not None
             with torch.no_grad():
@@ -81,7 +81,7 @@ def divisor(trainer: TrainerService, batch: TrainBatch) -> float:
     tokens = [sum(sample.rollout.response_mask) for sample in batch.samples]
     return {
         "token_mean": sum(tokens),
-        "fixed": len(tokens) * trainer.policy.max_response_tokens,
+        "fixed": len(tokens) * trainer.policy.losses.streams.max_response_tokens,
         "seq_mean_token_sum": sum(count > 0 for count in tokens),
         "seq_mean_token_mean": sum(count > 0 for count in tokens),
     }[trainer.policy.algorithm.aggregation]

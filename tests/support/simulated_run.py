@@ -22,6 +22,7 @@ from headway.records.task import Task
 from headway.records.trace import TraceLine
 from headway.rollout.fake import FakeVerifier
 from headway.runtime.clock import Clock, run_virtual
+from headway.tasks.drawn_demonstrations import Demonstrations
 from headway.telemetry.rollouts.recorder import RolloutRecorder
 from headway.telemetry.summary import last_live_step, recorded_steps
 from headway.trainer.fake import FakeTrainer, Latency
@@ -125,6 +126,7 @@ def simulate(
     observe: Callable[[Clock], Callable[[TraceLine], None]] | None = None,
     look: Callable[[Clock], Decide] | None = None,
     record_to: Path | None = None,
+    demonstrations: Demonstrations | None = None,
 ) -> Outcome:
     """Run ``experiment`` to its end in virtual time.
 
@@ -160,6 +162,7 @@ def simulate(
                     trainer=trainer,
                     verifier=FakeVerifier(reward or (lambda task, r: int(r) % 2), clock, latency_s=verify_s),
                     tokenizer=PlainTokenizer(),
+                    demonstrations=demonstrations,
                     train_tasks=[Task(task_id=str(i), prompt=str(i)) for i in range(50)],
                     record=lines.append,
                     shared=range((generator_options or {}).get("replicas", 1) if shared else 0),

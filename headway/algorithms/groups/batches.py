@@ -10,53 +10,89 @@ import numpy as np
 
 from headway.algorithms.advantages import resolve
 from headway.algorithms.groups.rewards import credits_of, overlong_penalty
-from headway.config.schema import Experiment
+from headway.config.objective.rules import Rules
+from headway.config.schema import AlgorithmConfig, Experiment
 from headway.records.counted import sampled_tokens
 from headway.records.rollout import Branch, FinishedGroup, Rollout, Sample
 from headway.records.tokens import TokenMask
-from headway.records.training import TrainBatch
+from headway.records.training import DrawnDemonstration, TrainBatch
 
 _OVERLONG_PENALTY = 1.0  # reward taken from a response at the limit, over whose last fifth it rises (DAPO, 2025)
 
 _Sequence = TypeVar("_Sequence", Rollout, Branch)
 
 
-def build_batch(step: int, groups: Sequence[FinishedGroup], experiment: Experiment) -> TrainBatch:
-    """Build the batch of ``step``: samples of the valid members, in admission order, with their advantages.
+def build_batch(
+    step: int,
+    groups: Sequence[FinishedGroup],
+    experiment: Experiment,
+    demonstrations: Sequence[DrawnDemonstration] = (),
+) -> TrainBatch:
+    """Build the batch of ``step``: samples of the valid members, in admission order, with the rule of their source and
+    its advantages, which are compared with those of samples under the same rule.
 
     Responses cut at the length limit are scored as they are, masked (they count for their group's advantages and carry
     no loss) or penalised, according to ``algorithm.overlong``. The copies of a member of a padded group are adjacent
     and share its weight. Pure: the decisions of filters and hooks are stored in the rollouts, so a replay after a crash
     builds the identical batch.
     """
-    rollouts = [rollout for group in groups for rollout in group.valid]
+    rules, rollouts = experiment.rules, [rollout for group in groups for rollout in group.valid]
+    numbers = [rules.number(group.group.task.source) for group in groups for _ in group.valid]
+    advantages_s: list[tuple[float, ...]] = [()] * len(rollouts)
+    for number in dict.fromkeys(numbers):
+        positions = [position for position, other in enumerate(numbers) if other == number]
+        of_rule = advantages_of_turns([rollouts[i] for i in positions], experiment, rules.algorithms[number])
+        for position, advantages in zip(positions, of_rule, strict=True):
+            advantages_s[position] = advantages
     masks_overlong = experiment.algorithm.overlong == "mask"
     samples: list[Sample] = []
-    for rollout, advantages in zip(rollouts, advantages_of_turns(rollouts, experiment), strict=True):
+    for rollout, number, advantages in zip(rollouts, numbers, advantages_s, strict=True):
+        is_masked = masks_overlong and rollout.truncated
         sample = Sample(
-            rollout=_masked_rollout(rollout) if masks_overlong and rollout.truncated else rollout,
+            rollout=_masked_rollout(rollout) if is_masked else rollout,
             advantage=advantages[0] if len(advantages) == 1 else _mean(advantages, rollout.turn_ends),
             turn_advantages=advantages if len(advantages) > 1 else (),
             weight=1.0 / rollout.copies,
+            rule=number,
+            imitates=rules.algorithms[number].environment_coefficient > 0 and not is_masked,
         )
         samples += [sample] * rollout.copies
-    return TrainBatch(step=step, samples=tuple(samples))
+    return TrainBatch(step=step, samples=tuple(samples), demonstrations=tuple(demonstrations))
 
 
-def useful_samples(samples: Sequence[Sample]) -> int:
-    """Count the ``samples`` that can have a gradient: with a loss token and an advantage that isn't 0.
+def useful_samples(samples: Sequence[Sample], rules: Rules[AlgorithmConfig]) -> int:
+    """Count the ``samples`` that can have a gradient: with a loss token and an advantage that isn't 0, or trained by
+    more than their reward.
 
     The copies of a padded member count once."""
-    useful = (s for s in samples if any(s.turn_advantages or (s.advantage,)) and _loss_tokens(s.rollout))
+    useful = (s for s in samples if _has_signal(s, rules.algorithms[s.rule]))
     return round(sum(sample.weight for sample in useful))
 
 
-def advantages_of_turns(rollouts: Sequence[Rollout], experiment: Experiment) -> list[tuple[float, ...]]:
-    """Compute the advantages of each rollout: one for all its tokens, or one for each turn.
+def _has_signal(sample: Sample, rule: AlgorithmConfig) -> bool:
+    if sample.imitates and _has_observations(sample.rollout):
+        return True
+    by_reward = rule.policy_coefficient > 0 and any(sample.turn_advantages or (sample.advantage,))
+    return (by_reward or bool(rule.teacher)) and _loss_tokens(sample.rollout) > 0
+
+
+def trains_without_reward(rollouts: Sequence[Rollout], rule: AlgorithmConfig) -> bool:
+    """Whether something besides the reward trains one of ``rollouts``, so that equal rewards don't make them useless: a
+    teacher, or what a tool answered."""
+    return bool(rule.teacher) or (rule.environment_coefficient > 0 and any(map(_has_observations, rollouts)))
+
+
+def _has_observations(rollout: Rollout) -> bool:
+    return any(sequence.observations for sequence in rollout.sequences)
+
+
+def advantages_of_turns(
+    rollouts: Sequence[Rollout], experiment: Experiment, algorithm: AlgorithmConfig
+) -> list[tuple[float, ...]]:
+    """Compute the advantages of each rollout by the rule ``algorithm``: one for all its tokens, or one for each turn.
 
     There is one for each turn if `algorithm.turn_discount` is set and the rollout has turn rewards. Its returns are
     then compared with those of all turns of its group."""
-    algorithm = experiment.algorithm
     credits_s = [credits_of(r, shaped_reward(r, experiment), algorithm.turn_discount) for r in rollouts]
     groups_c = np.array([r.group for r, turns in zip(rollouts, credits_s, strict=True) for _ in turns], dtype=np.int64)
     credits_c = np.array([credit for turns in credits_s for credit in turns], dtype=np.float64)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from headway.algorithms.groups.batches import advantages_of_turns, length_cost
+from headway.algorithms.groups.batches import advantages_of_turns, length_cost, trains_without_reward
 from headway.algorithms.groups.hooks import GroupHooks, resolve_hooks
 from headway.algorithms.groups.outcome import GroupOutcome, advantage_outcome, failed_outcome, group_outcome
 from headway.algorithms.groups.rewards import credits_of
@@ -31,11 +31,12 @@ class GroupFilters:
     fails when too few members are sound, or is refused; members are filtered; the group is filtered when too few are
     kept or their rewards don't differ; rewards are normalised; the group is filtered when its advantages are too small;
     copies pad it. A filtered group ends at once and returns its credit, so that another is generated in its place.
+    Groups that more than their rewards trains aren't filtered for these.
     """
 
     def __init__(self, experiment: Experiment, text: Callable[[Rollout], str]) -> None:
         """``text`` decodes a response. Raises ConfigurationError for a hook that can't be imported or called."""
-        self._experiment = experiment
+        self._experiment, self._rules = experiment, experiment.rules
         self._hooks: GroupHooks = resolve_hooks(experiment.hooks)
         self._text = text
 
@@ -92,14 +93,18 @@ class GroupFilters:
             members = tuple(self._filtered_by_hook(group, r) if r.valid else r for r in members)
         discount = experiment.algorithm.turn_discount
         member_credits = [credit for r in members if r.valid for credit in credits_of(r, _reward(r), discount)]
-        outcome = group_outcome(members, size=group.size, limits=experiment.queue, signal=member_credits)
+        rule, valid_members = self._rules.of(group.task.source), [r for r in members if r.valid]
+        limits = experiment.queue
+        if trains_without_reward(valid_members, rule):  # equal rewards and small advantages don't matter
+            limits = limits.model_copy(update={"filter_zero_variance": False, "min_advantage": 0.0})
+        outcome = group_outcome(members, size=group.size, limits=limits, signal=member_credits)
         if outcome.ending is not None:
             return members, outcome
         members = self._normalized(group, members)
-        if experiment.queue.min_advantage:
-            valid_members = [r for r in members if r.valid]
-            advantages = [advantage for turns in advantages_of_turns(valid_members, experiment) for advantage in turns]
-            outcome = advantage_outcome(outcome, advantages, experiment.queue.min_advantage)
+        if limits.min_advantage:
+            turns_by_member = advantages_of_turns([r for r in members if r.valid], experiment, rule)
+            advantages = [advantage for turns in turns_by_member for advantage in turns]
+            outcome = advantage_outcome(outcome, advantages, limits.min_advantage)
         return (members if outcome.ending is not None else self._padded(group, members)), outcome
 
     def _filtered_by_hook(self, group: Group, rollout: Rollout) -> Rollout:

@@ -17,6 +17,7 @@ Balance = Literal[
     "training-bound",
     "synchronous",
     "time-shared",
+    "teacher-bound",
     "environment-bound",
     "other-bound",
     "unknown",
@@ -25,6 +26,7 @@ Balance = Literal[
 BUSY = 0.10  # a side that waits less is busy
 IDLE = 0.20  # a side that waits more isn't what the other waits for
 CLEAR_DIFFERENCE = 0.10  # of the two waits, above which one side is the bottleneck
+TEACHING_SHARE = 0.80  # of the time in which teachers score some group, above which they bind likewise
 ENVIRONMENT_SHARE = 0.40  # of the rollouts' time in their environments, above which they bind where both sides are idle
 
 
@@ -35,6 +37,7 @@ class WaitShares(msgspec.Struct, frozen=True, kw_only=True):
     generator: float  # the generator has nothing to do
     yielded: float = 0.0  # the trainer computes on the generator's devices
     environment: float = 0.0  # of the rollouts' time: in their environments, tools and sandboxes
+    teaching: float = 0.0  # teachers score some group
 
 
 def between_turns(records: Sequence[StepRecord]) -> float:
@@ -50,6 +53,12 @@ def environment_share(records: Sequence[StepRecord]) -> float:
     return between_turns(records) - hops_s / max(1e-9, sum(record.flow.generating_s for record in records))
 
 
+def teaching_share(records: Sequence[StepRecord]) -> float:
+    """Return the share of the steps' time in which teachers outside of the trainer scored some group."""
+    busy_s = sum(record.teaching.busy_s for record in records if record.teaching is not None)
+    return min(1.0, busy_s / max(1e-9, sum(record.step_s for record in records)))
+
+
 def waits_of(steps: Sequence[StepRecord]) -> WaitShares:
     """Average the waits over ``steps``, each step weighted by its time."""
     return WaitShares(
@@ -57,6 +66,7 @@ def waits_of(steps: Sequence[StepRecord]) -> WaitShares:
         generator=weighted_mean(steps, attrgetter("generator_wait_ratio"), attrgetter("step_s")),
         yielded=weighted_mean(steps, attrgetter("generator_yielded_ratio"), attrgetter("step_s")),
         environment=environment_share(steps),
+        teaching=teaching_share(steps),
     )
 
 
@@ -64,15 +74,18 @@ def balance_of(waits: WaitShares, budget: int | None) -> Balance:
     """Name the bottleneck of a run with these waits and staleness ``budget`` (None: not known).
 
     The rules, in order: shared devices -> time-shared (the trainer waits while they generate); budget 0 -> synchronous
-    (both sides wait by design); both sides wait more than IDLE -> neither binds: environment-bound where rollouts spend
-    more than ENVIRONMENT_SHARE of their time there, else other-bound; one waits CLEAR_DIFFERENCE more -> the other side
-    binds; both wait less than IDLE -> matched; else other-bound.
+    (both sides wait by design); both sides wait more than IDLE -> neither binds: teacher-bound where teachers score for
+    more than TEACHING_SHARE of the time, else environment-bound where rollouts spend more than ENVIRONMENT_SHARE of
+    their time there, else other-bound; one waits CLEAR_DIFFERENCE more -> the other side binds; both wait less than
+    IDLE -> matched; else other-bound.
     """
     smaller_wait, larger_wait = sorted((waits.trainer, waits.generator))
     if waits.yielded > 0:
         return "time-shared"
     if budget == 0:
         return "synchronous"
+    if smaller_wait > IDLE and waits.teaching > TEACHING_SHARE:
+        return "teacher-bound"
     if smaller_wait > IDLE:
         return "environment-bound" if waits.environment > ENVIRONMENT_SHARE else "other-bound"
     if larger_wait - smaller_wait > CLEAR_DIFFERENCE:
@@ -92,6 +105,7 @@ def measured_limits(steps: Sequence[StepRecord]) -> str:
         "rollouts spent {} of their time in their environments": environment_share(steps),
         "the orchestrator computed for {} of the time": sum_of("orchestrator_cpu_s") / step_s,
         "responses spent {} of the time in a verifier": sum_of("verify_s") / step_s,
+        "teachers scored for {} of the time": teaching_share(steps),
         "the trainer waited {} for the oldest groups, at the budget's edge": sum_of("flow.straggler_wait_s") / step_s,
         "the trainer waited {} for its weights to be applied": sum_of("flow.update_wait_s") / step_s,
         "publishing took {}": sum_of("publish_s") / step_s,

@@ -286,7 +286,7 @@ def binding_constraint(
     if "verifier" in relieving:
         verified_per_s = shape.verifiers / model.verify_response_s
         return "verifier", f"{waiting_text}: the verifiers score {verified_per_s:.3g} samples/s at most"
-    if balance == "other-bound":
+    if balance in ("other-bound", "teacher-bound"):
         return "other", f"{waiting_text}, the generator {waits.generator:.0%}: neither is what the other waits for"
     if model.slots < shape.slots:
         return "kv", f"{waiting_text}: the KV cache holds about {model.slots} of {shape.slots} requests at once"

@@ -18,7 +18,7 @@ from headway.generator.endpoint import fields
 from headway.generator.endpoint.anthropic import Messages
 from headway.generator.endpoint.chat import ChatCompletions
 from headway.generator.endpoint.completions import Completions
-from headway.generator.endpoint.dialect import Dialect, ParsedRequest, Setting
+from headway.generator.endpoint.dialect import Dialect, ParsedRequest, Setting, answers
 from headway.generator.endpoint.errors import HttpError
 from headway.generator.endpoint.exchange import ClientGone, HttpExchange
 from headway.generator.endpoint.http_app import HttpApp, ResponseCounts, decoded, require_method, unknown_url
@@ -26,16 +26,19 @@ from headway.generator.endpoint.logprobs import TokenTexts
 from headway.generator.endpoint.openapi import REWARD, document
 from headway.generator.endpoint.responses import Responses
 from headway.generator.endpoint.streams import stream
-from headway.generator.recording.answer_tree import CallPlan, CallRequest
+from headway.generator.recording.answer_tree import CallPlan, CallRequest, RecordedCall
 from headway.generator.recording.sessions import Session
 from headway.records.conversations import RequestRefused
-from headway.records.errors import Overloaded
+from headway.records.errors import ConfigurationError, Overloaded
+from headway.records.generation import PromptLogprobs
+from headway.records.tokens import TokenIds
 from headway.tokens.continuation import Chat
 from headway.tokens.grammar import GrammarRefused, Grammars
 from headway.tokens.output_parsing import OutputFormat, begins_inside_reasoning
 from headway.tokens.tool_grammar import Constraint, answer_grammar
 
 T = TypeVar("T")
+PromptScorer = Callable[[TokenIds, int, str], Awaitable[PromptLogprobs]]
 _DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": ChatCompletions(),
     "/v1/completions": Completions(),
@@ -85,11 +88,13 @@ class App(HttpApp):
         metrics: Callable[[ResponseCounts], bytes] | None = None,
         further: Mapping[str, Callable[[HttpExchange], Awaitable[None]]] = {},
         on_event: Callable[[str, str], object] = lambda name, detail: None,
+        prompt_logprobs: PromptScorer | None = None,
     ) -> None:
         """``model_path``: the model's folder; requests may name the model by its path or last component. ``adapters``:
         names of those that are served beside it. ``now_s``: seconds since the epoch, for the answers' creation times.
         ``metrics``: renders `/metrics`; None: no such route. ``further``: routes of a service beside this one, by path;
-        each checks its own keys. ``on_event(name, detail)`` reports once what clients request and don't get."""
+        each checks its own keys. ``on_event(name, detail)`` reports once what clients request and don't get.
+        ``prompt_logprobs(ids, top, adapter)``: see `PromptCalls.logprobs`; None: given tokens aren't scored."""
         super().__init__(settings, proxied=bool(further))
         self._access = access
         self._chat = chat
@@ -101,6 +106,7 @@ class App(HttpApp):
         self._metrics = metrics
         self._further = further
         self._on_event = on_event
+        self._prompt_logprobs = prompt_logprobs
         self._reported: set[str] = set()
         self._threads = asyncio.Semaphore(_THREADS)
         self._grammars = Grammars(chat.tokenizer)
@@ -155,6 +161,10 @@ class App(HttpApp):
                 if needs_thread and session.recorder.earlier(fingerprint) is None:
                     call_plan = await self._in_thread(session.recorder.plan, parsed.request)
                     parsed = await self._constrained(parsed, dialect, call_plan.text)
+                if parsed.scored is not None and not parsed.scored.answers:
+                    prompt_ids = (call_plan or session.recorder.plan(parsed.request)).context_ids
+                    await exchange.reply(200, await self._scored_body(parsed, dialect, prompt_ids, None))
+                    return
                 inflight_call = session.call(parsed.request, parsed.client, fingerprint, call_plan)
             if parsed.stream:
                 await stream(exchange, dialect, parsed, inflight_call)
@@ -166,8 +176,28 @@ class App(HttpApp):
             if inflight_call.error is not None:
                 with fields.client_names(dialect.names):
                     raise inflight_call.error
-            await exchange.reply(200, msgspec.json.encode(dialect.response_body(parsed, inflight_call.call)))
+            if parsed.scored is not None:
+                prompt_ids = inflight_call.call.prompt_ids
+                response_body = await self._scored_body(parsed, dialect, prompt_ids, inflight_call.call)
+            else:
+                response_body = msgspec.json.encode(dialect.response_body(parsed, inflight_call.call))
+            await exchange.reply(200, response_body)
             exchange.note_received(inflight_call.note_received)
+
+    async def _scored_body(
+        self, parsed: ParsedRequest, dialect: Dialect, prompt_ids: TokenIds, call: RecordedCall | None
+    ) -> bytes:
+        """The response to a request with `Scored`: one pass over the prompt and each answer of ``call``, if any."""
+        assert isinstance(dialect, Completions)
+        assert self._prompt_logprobs is not None
+        assert parsed.scored is not None
+        paths = [prompt_ids] if call is None else [TokenIds.joined((prompt_ids, t.answer.ids)) for t in answers(call)]
+        passes = (self._prompt_logprobs(ids, parsed.scored.top, parsed.setting.adapter) for ids in paths)
+        try:
+            scores = await asyncio.gather(*passes)
+        except ConfigurationError as error:
+            raise RequestRefused(str(error), param="prompt") from None
+        return msgspec.json.encode(dialect.scored_body(parsed, prompt_ids, call, scores))
 
     def _report(self, left_out: Sequence[str]) -> None:
         """Report hosted tools that a request names and the model isn't offered, each once."""
@@ -288,6 +318,7 @@ class App(HttpApp):
             constraints=session.constraints,
             created=int(self._now_s()),
             answer_id=exchange.request_id[4:],
+            scores=self._prompt_logprobs is not None,
             adapter=adapter,
         )
 

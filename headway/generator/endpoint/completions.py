@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from headway.config.endpoint import EndpointConfig
@@ -12,6 +14,7 @@ from headway.generator.endpoint.dialect import (
     Dialect,
     ParsedRequest,
     Piece,
+    Scored,
     Setting,
     answers,
     envelope,
@@ -22,11 +25,14 @@ from headway.generator.endpoint.fields import Field, Values
 from headway.generator.endpoint.schemas import CHOICES, PROMPT
 from headway.generator.recording.answer_tree import CallRequest, RecordedCall, RecordedTurn
 from headway.records.conversations import RequestRefused
+from headway.records.generation import PromptLogprobs
+from headway.records.tokens import TokenIds
 from headway.tokens.output_parsing import OutputFormat, response_text
 from headway.tokens.tool_grammar import Constraint
 
 PLAIN = OutputFormat()
 _DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens
+_MOST_TOP = 20  # likeliest tokens in each one's place: vLLM's default limit
 
 
 class CompletionStream(AnswerWriter):
@@ -73,10 +79,10 @@ class Completions(Dialect):
             "prompt": fields.raw(PROMPT, required=True),
             "n": fields.integer(1, settings.choices),
             "best_of": fields.integer(1, settings.choices),
-            "echo": fields.only(False, why="the prompt isn't scored; valid: false"),
+            "echo": fields.flag(),
             "suffix": fields.only("", why="this server only continues a prompt"),
-            "logprobs": fields.only(0, False, why="only the sampled token's is known; valid: 0"),
-            "max_tokens": fields.integer(1, fields.MAX_TOKENS),
+            "logprobs": _logprobs(),
+            "max_tokens": fields.integer(0, fields.MAX_TOKENS),
             "stop": fields.stop(),
             "response_format": text_format(),
             "stream_options": fields.structure(include_usage=fields.flag()),
@@ -90,10 +96,27 @@ class Completions(Dialect):
         return CallRequest(
             prompt=_prompt(values["prompt"]),
             choices=choice_count,
-            max_tokens=values["max_tokens"] or _DEFAULT_TOKENS,
+            max_tokens=_DEFAULT_TOKENS if values["max_tokens"] is None else max(1, values["max_tokens"]),
             stop=values["stop"],
             seed=values["seed"],
         )
+
+    def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
+        parsed = super().read(body, setting)
+        echo, top, answers = bool(body.get("echo")), int(body.get("logprobs") or 0), body.get("max_tokens") != 0
+        if not answers and not echo:
+            raise RequestRefused("max_tokens = 0: valid: from 1 on, or echo = true", param="max_tokens")
+        if not echo and not top:
+            return parsed
+        name = "echo" if echo else "logprobs"
+        if not setting.scores:
+            reason = "the prompt isn't scored; valid: false" if echo else "only the sampled token's is known; valid: 0"
+            raise RequestRefused(f"{name} = {fields.formatted(body[name])}: {reason}", param=name)
+        if parsed.stream:
+            reason = f"valid: false with {name} = {fields.formatted(body[name])}, which follows the answer"
+            raise RequestRefused(f"stream = True: {reason}", param="stream")
+        request = dataclasses.replace(parsed.request, answers=answers)
+        return dataclasses.replace(parsed, request=request, scored=Scored(echo, top, answers))
 
     def constraint(self, values: Values) -> Constraint | None:
         text_schema = values["response_format"]
@@ -102,6 +125,41 @@ class Completions(Dialect):
     def response_body(self, parsed: ParsedRequest, call: RecordedCall) -> dict[str, Any]:
         choices = [_choice(number, turn, parsed) for number, turn in enumerate(answers(call))]
         return {**envelope("cmpl", "text_completion", parsed), "choices": choices, "usage": usage(call)}
+
+    def scored_body(
+        self, parsed: ParsedRequest, prompt_ids: TokenIds, call: RecordedCall | None, scores: Sequence[PromptLogprobs]
+    ) -> dict[str, Any]:
+        """Return the response body of a request with `Scored`; ``scores``: of each choice, prompt and answer. None:
+        only the prompt was scored."""
+        assert parsed.scored is not None
+        tokenizer, prompt = parsed.setting.chat.tokenizer, parsed.request.prompt
+        prompt_text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt_ids)
+        echoed_text, first = (prompt_text, 0) if parsed.scored.echo else ("", len(prompt_ids))
+        choices = list[dict[str, Any]]()
+        for number, logprobs in enumerate(scores):
+            turn = None if call is None else answers(call)[number]
+            ids = prompt_ids if turn is None else TokenIds.joined((prompt_ids, turn.answer.ids))
+            choices.append(
+                {
+                    "index": number,
+                    "text": echoed_text + ("" if turn is None else completion_text(turn, parsed.setting)),
+                    "logprobs": parsed.setting.texts.scored(ids, logprobs, first) if parsed.logprobs else None,
+                    "finish_reason": "length" if turn is None else turn.finish_reason,
+                }
+            )
+        counts = {"prompt_tokens": len(prompt_ids), "completion_tokens": 0, "total_tokens": len(prompt_ids)}
+        token_counts = counts if call is None else usage(call)
+        return {**envelope("cmpl", "text_completion", parsed), "choices": choices, "usage": token_counts}
+
+
+def _logprobs() -> Field:
+    """The field of the count of likeliest tokens that are returned in each one's place; false: no log-probabilities."""
+    count = fields.integer(0, _MOST_TOP)
+
+    def checked(name: str, value: Any) -> int | bool:
+        return False if value is False else count.read(name, value)
+
+    return Field(checked, {"anyOf": [count.schema, {"const": False}]})
 
 
 def completion_text(turn: RecordedTurn, setting: Setting) -> str:

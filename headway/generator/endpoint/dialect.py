@@ -35,6 +35,7 @@ class Setting:
     constraints: bool  # answers may be constrained
     created: int  # seconds since the epoch
     answer_id: str  # without the API's prefix
+    scores: bool = False  # log-probabilities of given tokens can be computed
     adapter: str = ""  # the adapter that the request names
 
 
@@ -50,7 +51,17 @@ class ParsedRequest:
     stream: bool
     include_usage: bool = False  # OpenAI's streams end with the token counts
     logprobs: bool = False
+    scored: Scored | None = None  # log-probabilities of given tokens that are returned as well
     body: Mapping[str, Any]  # the request's JSON, unparsed
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log-probabilities of given tokens that a request asks for, by one pass over prompt and answer."""
+
+    echo: bool  # of the prompt's tokens too, whose text begins the answer's
+    top: int  # likeliest tokens in each one's place
+    answers: bool  # whether an answer is sampled
 
 
 @dataclass(frozen=True)

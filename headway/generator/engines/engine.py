@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from headway.generator.engines.grammars import CompilingGrammars
+from headway.generator.engines.prompt_pass import PromptPass, require_prompt
 from headway.generator.engines.requests import EngineRequest, refusal
+from headway.records.errors import ConfigurationError
 from headway.records.execution import MemoryMove
 from headway.records.generation import (
     AppliedWeights,
@@ -22,6 +24,7 @@ from headway.records.generation import (
     TokenDelta,
     UpdateMode,
 )
+from headway.records.tokens import TokenIds
 from headway.tokens.tokenizer import Tokenizer
 
 Entry = TypeVar("Entry", bound=EngineRequest)
@@ -106,6 +109,15 @@ class Engine(ABC, Generic[Entry]):
     @abstractmethod
     def score(self, probe: Probe) -> ProbeScores:
         """Score ``probe`` with the newest weights (the trained adapter's, where there is one), beside all requests."""
+
+    def prompt_pass(self, ids: TokenIds, top: int = 0, adapter: str = "") -> PromptPass:
+        """Begin to compute the log-probabilities of ``ids``, and of the ``top`` likeliest tokens in each one's place,
+        by the newest weights (``adapter``: its name, "" for the run's or none). Raises ConfigurationError."""
+        require_prompt(ids, top, self.context_tokens, self._vocabulary)
+        return self._prompt_pass(ids, top, adapter)
+
+    def _prompt_pass(self, ids: TokenIds, top: int, adapter: str) -> PromptPass:
+        raise ConfigurationError(f"prompt: {type(self).__name__} computes no log-probabilities of given tokens")
 
     @abstractmethod
     def statistics(self) -> EngineStatistics:

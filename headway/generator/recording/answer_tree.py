@@ -37,6 +37,7 @@ class RecordedTurn:
     own_limit: bool = False  # cut by the client's max_tokens, not by the context or a limit of the rollout
     begun: Message | None = None  # the beginning of the answer that its request gave, which carries no loss
     messages: int  # in the request and the answer: its place in a conversation that continues it
+    observations: tuple[tuple[int, int], ...] = ()  # runs [first, behind) of context_ids that a tool's answer became
     adapter: str = ""  # the adapter that sampled it
     received: bool = False  # a client got every byte: only then its tokens carry loss
     children: list[RecordedTurn] = field(default_factory=list["RecordedTurn"])
@@ -95,6 +96,7 @@ class CallRequest:
     grammar: str = ""  # as in SamplingParameters
     seed: int | None = None  # the client's; distinguishes calls of one rollout only
     adapter: str = ""  # the adapter that answers; "": the served model
+    answers: bool = True  # False: its prompt is only scored, and the engine checks length and ids
 
     @property
     def param(self) -> str:
@@ -111,6 +113,7 @@ class CallPlan:
     context_ids: TokenIds  # of the prompt, after the parent's answer
     cause: Cause
     keys: list[bytes]  # keys of the conversation up to each message
+    observations: tuple[tuple[int, int], ...] = ()  # as of `RecordedTurn`
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -185,12 +188,14 @@ def branches_of(turns: Sequence[RecordedTurn]) -> tuple[Branch, ...]:
 def _branch(prefix_turns: Sequence[RecordedTurn], loss_turns: Sequence[RecordedTurn]) -> Branch:
     token_block, turn_ends, known_rows = TokenBlock(), list[int](), 0
     runs_by_grammar: dict[str, tuple[tuple[int, int], ...]] = {}
+    observations = list[tuple[int, int]]()
     for turn in (*prefix_turns, *loss_turns):
         token_block.append_rows(turn.token_rows, known_rows)
         known_rows += _new_rows(turn)
     for turn in loss_turns:
         if turn is not loss_turns[0]:
             turn_ends.append(len(token_block) + len(turn.context_ids))
+            observations += [(len(token_block) + first, len(token_block) + stop) for first, stop in turn.observations]
             token_block.append_reply(turn.context_ids)
         if turn.grammar:
             token_run = (len(token_block), len(token_block) + len(turn.answer.ids))
@@ -205,6 +210,7 @@ def _branch(prefix_turns: Sequence[RecordedTurn], loss_turns: Sequence[RecordedT
         versions=token_block.versions,
         token_rows=token_block.token_rows,
         grammars=runs_by_grammar,
+        observations=tuple(observations),
         turn_ends=tuple(turn_ends),
         finish_reason="stop" if loss_turns[-1].own_limit else loss_turns[-1].finish_reason,
     )

@@ -21,6 +21,7 @@ from headway.generator.recording.answer_tree import (
     branches_of,
     ids_to,
 )
+from headway.generator.recording.observations import observed_runs
 from headway.records.conversations import Cause, RecordedConversation, RequestRefused
 from headway.records.generation import GenerationResult
 from headway.records.tokens import TokenIds
@@ -47,10 +48,14 @@ class Recorder:
     Several calls may be open at once; every method is synchronous and atomic.
     """
 
-    def __init__(self, chat: Chat, settings: EndpointConfig, context_tokens: int, name: str = "") -> None:
+    def __init__(
+        self, chat: Chat, settings: EndpointConfig, context_tokens: int, name: str = "", secrets: Sequence[str] = ()
+    ) -> None:
         """``settings``: limits on the calls, beyond which requests are refused. ``context_tokens``: limit of a call's
-        prompt and response. ``name``: the rollout's; it makes the ids of its tool calls unique."""
+        prompt and response. ``name``: the rollout's; it makes the ids of its tool calls unique. ``secrets``: texts that
+        aren't learned where a tool's answer has them, beside those of ``settings``."""
         self.chat = chat
+        self._secrets = (*settings.secrets, *secrets)
         self._name = name
         self._settings = settings
         self._context_tokens = context_tokens
@@ -204,7 +209,18 @@ class Recorder:
     def _plan(self, request: CallRequest) -> CallPlan:
         keys = history_keys(_root_key(request), request.messages)
         parent, text, context_ids, cause = self._find_parent(request, keys)
-        return CallPlan(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
+        plan = CallPlan(parent=parent, text=text, context_ids=context_ids, cause=cause, keys=keys)
+        observes = self._settings.observes and parent is not None and request.prompt is None
+        return dataclasses.replace(plan, observations=self._observations(plan, request)) if observes else plan
+
+    def _observations(self, plan: CallPlan, request: CallRequest) -> tuple[tuple[int, int], ...]:
+        """The runs of a continuing prompt's tokens that tools' answers became."""
+        parent = plan.parent
+        assert parent is not None
+        end_offset = self.chat.answer_end(parent.answer, plan.text, 0, tools=request.tools) or 0
+        new_messages, prior_id = request.messages[parent.messages :], parent.answer.ids[-1]
+        new_text, tokenizer = plan.text[end_offset:], self.chat.tokenizer
+        return observed_runs(tokenizer, new_messages, new_text, prior_id, plan.context_ids, self._secrets)
 
     def _find_parent(self, request: CallRequest, keys: list[bytes]) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
         """Return (the answer that a request continues, text and token ids of its prompt after it, cause)."""
@@ -322,6 +338,8 @@ class Recorder:
             raise RequestRefused(f"this rollout has {self._settings.open_calls} calls open", code="rollout_busy")
 
     def _require_valid(self, request: CallRequest) -> None:
+        if isinstance(request.prompt, tuple) and not request.answers:
+            return
         if isinstance(request.prompt, tuple):
             self._require_context(len(request.prompt), request)
         vocabulary_size = self.chat.tokenizer.vocabulary_size
@@ -402,6 +420,7 @@ class Recorder:
             parent=plan.parent,
             text=plan.text,
             context_ids=plan.context_ids,
+            observations=plan.observations,
             answer=self.chat.answer(
                 response.ids,
                 plan.text,

@@ -215,14 +215,14 @@ class Sessions:
 
     def open(self, rollout: str, sample: SampleTurn, *, constraints: bool) -> Session:
         """See :class:`headway.records.conversations.Conversations`."""
-        key = _new_key()
+        key, reward_key = _new_key(), _new_key()
         session = Session(
             rollout,
-            Recorder(self._chat, self._settings, self._context_tokens, rollout),
+            Recorder(self._chat, self._settings, self._context_tokens, rollout, (key, reward_key)),
             sample,
             self._settings.call_timeout_s,
             key=key,
-            reward_key=_new_key(),
+            reward_key=reward_key,
             constraints=constraints,
             on_client_sampling=self._note,
             on_seal=self._revoke,

@@ -17,7 +17,8 @@ from headway.models.hf.pixels import FOLDER
 from headway.models.routing import replayed_routing
 from headway.records.errors import RemoteError, StorageFailed, WorkerDied
 from headway.records.execution import MemoryMove
-from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores
+from headway.records.generation import POLICY_ADAPTER, EngineStatistics, Probe, ProbeScores, PromptLogprobs
+from headway.records.tokens import TokenIds
 from headway.records.trace import EngineSteps, Span
 from headway.runtime.devices import native_kernels_enabled, parse_device
 from headway.runtime.fork_server import MODEL_CODE
@@ -113,6 +114,12 @@ class Replica:
         raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, ProbeScores)]
 
+    async def prompt_logprobs(self, ids: TokenIds, top: int, adapter: str) -> PromptLogprobs:
+        """See `GeneratorService.prompt_logprobs`. Raises WorkerDied, and ConfigurationError for a prompt that
+        can't be computed."""
+        await self.onloaded.wait()
+        return await self._call_worker("prompt_logprobs", ids, top, adapter)
+
     async def _score(self, probe: Probe) -> ProbeScores:
         await self.onloaded.wait()
         return await self._call_worker("score", probe)
@@ -141,9 +148,10 @@ def replica_spec(
     experiment: Experiment,
     log_directory: str | Path | None,
     adapters: Mapping[str, AdapterConfig] | None = None,
+    role: str = "generator",
 ) -> WorkerSpec:
     """Make the worker specification of a replica on ``device``; ``adapters``: by name, beside the experiment's."""
-    replica_name = f"generator-{index}"
+    replica_name = f"{role}-{index}"
     settings, model = experiment.generator, experiment.model
     uses_sleep_mode = settings.engine == "vllm" and experiment.run.offload
     policy_adapters = {} if model.adapter is None else {POLICY_ADAPTER: model.adapter}

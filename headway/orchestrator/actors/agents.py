@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -32,8 +33,7 @@ async def open_agents(
     from headway.generator.endpoint.app import App  # an HTTP server's modules, for those who need one
     from headway.generator.endpoint.server import serving
 
-    # a call may take as long as its rollout: one that ended before would count as the agent's failure
-    endpoint = EndpointConfig.of(experiment.endpoint, call_timeout_s=experiment.rollout.timeout_s)
+    endpoint = endpoint_of(experiment)
     chat = Chat(Tokenizer.of(experiment, started), endpoint.tools)
     context_tokens = experiment.max_sequence_tokens
     sessions = Sessions(chat, endpoint, context_tokens, on_event)
@@ -49,3 +49,16 @@ async def open_agents(
             yield Agents(environment=environment, endpoint=endpoint, conversations=sessions, processes=processes)
         finally:
             await processes.stop()
+
+
+def endpoint_of(experiment: Experiment) -> EndpointConfig:
+    """The settings of a run's endpoint. A call may take as long as its rollout: one that ended before would count as
+    the agent's failure."""
+    environment = experiment.environment
+    variables = {entry.api_key_env for entry in (*environment.models.values(), *environment.mcp)}
+    return EndpointConfig.of(
+        experiment.endpoint,
+        call_timeout_s=experiment.rollout.timeout_s,
+        observes=any(rule.environment_coefficient > 0 for rule in experiment.rules.algorithms),
+        secrets=tuple(sorted(filter(None, (os.environ.get(name, "") for name in variables if name)))),
+    )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from headway.config.endpoint import EndpointConfig
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
-from headway.orchestrator.actors.agents import open_agents
+from headway.orchestrator.actors.agents import endpoint_of, open_agents
 from headway.orchestrator.actors.remote import open_remote
 from headway.orchestrator.preflight.hooks import require_known_calls
 from headway.orchestrator.preflight.sandboxes import SANDBOXES, require_shares
@@ -45,8 +44,7 @@ async def open_multi_turn_host(
             yield agents
         return
     require_shares(experiment)
-    # an answer may take as long as its rollout
-    endpoint = EndpointConfig.of(experiment.endpoint, call_timeout_s=experiment.rollout.timeout_s)
+    endpoint = endpoint_of(experiment)
     chat = Chat(Tokenizer.of(experiment, started), endpoint.tools)
     require_known_calls(experiment.environment, chat.written)
     conversations = Sessions(chat, endpoint, experiment.max_sequence_tokens, on_event)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from headway.config.endpoint import EndpointConfig
 from headway.config.schema import Experiment
 from headway.generator.recording.sessions import Sessions
+from headway.orchestrator.actors.agents import endpoint_of
 from headway.rollout.makers.outside_workers import LeaseManager, RemoteHost
 from headway.runtime.addresses import service_keys
 from headway.runtime.clock import Clock
@@ -37,7 +37,7 @@ async def open_remote(
 
     service, bind_address = experiment.buffer.service, experiment.endpoint.address
     keys = service_keys(service.keys, "buffer.service.keys =", bind_address, f"endpoint.address = {bind_address!r}")
-    endpoint = EndpointConfig.of(experiment.endpoint, call_timeout_s=experiment.rollout.timeout_s)
+    endpoint = endpoint_of(experiment)
     chat = Chat(Tokenizer.of(experiment, None if directory is None else directory.started()), endpoint.tools)
     context_tokens = experiment.max_sequence_tokens
     sessions = Sessions(chat, endpoint, context_tokens, on_event)

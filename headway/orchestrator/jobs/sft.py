@@ -13,13 +13,13 @@ from typing import Any
 from headway.config.schema import Experiment
 from headway.orchestrator.jobs.evaluate import Scorer
 from headway.orchestrator.jobs.model_card import write_sft_card
-from headway.orchestrator.jobs.sft_data import read_sft_tokens
 from headway.orchestrator.nodes.machines import open_machines
 from headway.records.errors import ConfigurationError, HeadwayError, NoProgress, RemoteError
 from headway.records.generation import PublishedWeights
 from headway.records.ledger import EvaluationRecord
 from headway.runtime.clock import RealClock
 from headway.runtime.file_lock import FileLock
+from headway.tasks.sft_data import read_sft_tokens
 from headway.trainer.checkpoints import recover_folder, require_replaceable
 from headway.trainer.rank_workers import RankWorkers
 from headway.weights.slots import reap

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.config.engines import SERVER_START_S, starts_vllm
+from headway.config.load import model_folders
 from headway.config.schema import Experiment
 from headway.config.section import ANY_NODE
 from headway.orchestrator.nodes.file_distribution import FilesLauncher
@@ -148,9 +149,8 @@ async def open_machines(
 def _folders(experiment: Experiment) -> dict[str, str]:
     """The folders that workers read by path, by the keys that name them."""
     adapter = experiment.model.adapter
-    folder_by_key = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
-    folder_by_key["model.adapter.path"] = "" if adapter is None else adapter.path
-    return {key: folder for key, folder in folder_by_key.items() if folder}
+    adapter_folder = {} if adapter is None or not adapter.path else {"model.adapter.path": adapter.path}
+    return model_folders(experiment) | adapter_folder
 
 
 async def _open_nodes(

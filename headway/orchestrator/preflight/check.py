@@ -39,12 +39,14 @@ from headway.orchestrator.task_sets import (
     require_template,
     without_held_out,
 )
+from headway.orchestrator.teachers.checks import require_teachers
 from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, listening_socket
 from headway.runtime.nodes.gpus import read_machine
 from headway.runtime.run_directory import RunDirectory
+from headway.tasks.drawn_demonstrations import Demonstrations
 from headway.tasks.sources import contradictions, is_conversation_as_text, overlap, read_tasks
 from headway.telemetry.exporters.exporters import missing_packages
 from headway.tokens.format_probe import output_format
@@ -90,6 +92,7 @@ def check(
         _ranks,
         _tokenizer,
         _tasks,
+        _demonstrations,
         _prompts,
         _sizes,
         _functions,
@@ -150,10 +153,10 @@ def is_made_by_sft(experiment: Experiment) -> bool:
 
 
 def _reference(inputs: _Inputs, findings: Findings) -> None:
-    folder, algorithm = inputs.experiment.model.reference, inputs.experiment.algorithm
+    folder, algorithms = inputs.experiment.model.reference, inputs.experiment.rules.algorithms
     if not folder:
         return  # the model itself
-    if algorithm.kl_coefficient == 0:
+    if not any(algorithm.kl_coefficient for algorithm in algorithms):
         findings.warning("model.reference", "has no effect without algorithm.kl_coefficient")
         return
     with findings.refused("model.reference"):
@@ -272,6 +275,12 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
     _evaluation(inputs, findings)
 
 
+def _demonstrations(inputs: _Inputs, findings: Findings) -> None:
+    if inputs.tokenizer is not None:
+        with findings.refused("demonstrations"):
+            Demonstrations.read(inputs.experiment, inputs.tokenizer)
+
+
 def _check_rows(key: str, tasks: Sequence[Task], findings: Findings) -> None:
     """Warn about rows that can be read but are probably mistakes."""
     if text_count := sum(map(is_conversation_as_text, tasks)):
@@ -305,6 +314,8 @@ def _prompts(inputs: _Inputs, findings: Findings) -> None:
     """Tokenize every prompt: those that are too long fail their group at run time, so they are refused here."""
     if inputs.tokenizer is None or not inputs.tasks:
         return
+    with findings.refused("teachers"):
+        require_teachers(inputs.experiment, inputs.tokenizer, inputs.tasks.get("train", ()))
     limit = inputs.experiment.rollout.max_prompt_tokens
     if inputs.experiment.environment.name != "single_turn":
         return  # the environment makes the prompts
@@ -391,11 +402,13 @@ def _deadlocks(experiment: Experiment, findings: Findings) -> None:
             "generator.kv_capacity_tokens",
             f"{kv_tokens} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait forever",
         )
-    if experiment.rollout.group_size < 2 and experiment.algorithm.advantage != "batch_mean_std":
+    rules = [experiment.rules.algorithms[rule] for rule in experiment.rules.used]
+    compares = [r.advantage != "batch_mean_std" and r.policy_coefficient > 0 and not r.teacher for r in rules]
+    if experiment.rollout.group_size < 2 and any(compares):
         findings.error(
             "rollout.group_size",
             "1: advantages compare the members of a group, so all would be 0; valid: 2 or more, "
-            "or algorithm.advantage = 'batch_mean_std'",
+            "algorithm.advantage = 'batch_mean_std', or a teacher",
         )
 
 

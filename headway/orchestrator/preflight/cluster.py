@@ -146,7 +146,8 @@ def _check_conditions(node: Node, conditions: NodeConditions, experiment: Experi
 async def _check_paths(worker: WorkerHandle, node: str, experiment: Experiment, findings: Findings) -> None:
     """Check the user's modules that the node's workers import, and ``run.directory`` for a trainer's rank there."""
     has_trainer = any(parse_device(device).node == node for device in experiment.trainer.devices)
-    names = {"algorithm.loss": experiment.algorithm.loss} if has_trainer else {}
+    rules = experiment.rules.algorithms if has_trainer else ()
+    names = {f"{'tasks.train.' if number else ''}algorithm.loss": rule.loss for number, rule in enumerate(rules)}
     if node in experiment.verifier.nodes:
         names |= {f"verifiers.{key}.name": settings.name for key, settings in experiment.verifiers.items()}
         names["verifier.name"] = experiment.verifier.name

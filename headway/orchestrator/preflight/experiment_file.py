@@ -57,6 +57,11 @@ def prepared(
                 folder = model_folder(name, stored=stored_folder, weights=not machine.described, key=f"model.{key}")
                 model = model | {key: folder}
         raw = raw | {"model": model}
+    for name, teacher in _teachers(raw).items():
+        stored_folder = str(_teachers(stored_experiment or {}).get(name, {}).get("path", ""))
+        weights = not machine.described and "address" not in teacher
+        folder = model_folder(teacher["path"], stored=stored_folder, weights=weights, key=f"teachers.{name}.path")
+        raw = raw | {"teachers": raw["teachers"] | {name: teacher | {"path": folder}}}
     resolved = resolve(raw, machine, in_transformers=_in_transformers(model), kept=stored_experiment)
     if ranks_of == "sft":
         resolved = _with_ranks_of_sft(resolved)
@@ -78,6 +83,13 @@ def _with_ranks_of_sft(resolved: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(devices, list) or len(devices) == 1 or not isinstance(trainer, dict):
         return resolved
     return resolved | {"trainer": trainer | {"devices": devices}}
+
+
+def _teachers(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tables of teachers that name a folder or a model; invalid ones are left to validation."""
+    teachers: Any = raw.get("teachers")
+    tables = teachers.items() if isinstance(teachers, dict) else ()
+    return {name: table for name, table in tables if isinstance(table, dict) and isinstance(table.get("path"), str)}
 
 
 def _stored(run: object) -> Mapping[str, Any] | None:

@@ -36,15 +36,17 @@ def function_findings(experiment: Experiment, task: Task | None) -> Findings:
     called on made-up groups of ``task``, where there is one. A loss runs in the trainer's process and needs torch, so
     only its module is searched for (the rest is for ``python -m headway.trainer.loss_conformance``). The verifier is
     really called, elsewhere."""
-    findings, algorithm = Findings(), experiment.algorithm
-    with findings.refused(ADVANTAGE):
-        resolve_advantage(algorithm.advantage)
-        if algorithm.advantage not in ADVANTAGES:
-            for violation in advantage_violations(load_hook(ADVANTAGE, algorithm.advantage, {}, ("rewards_g",))):
-                findings.error(ADVANTAGE, violation)
-    with findings.refused("algorithm.loss"):
-        if algorithm.loss not in LOSSES:
-            require_module(algorithm.loss, "algorithm.loss", LOSSES)
+    findings = Findings()
+    for advantage in dict.fromkeys(rule.advantage for rule in experiment.rules.algorithms):
+        with findings.refused(ADVANTAGE):
+            resolve_advantage(advantage)
+            if advantage not in ADVANTAGES:
+                for violation in advantage_violations(load_hook(ADVANTAGE, advantage, {}, ("rewards_g",))):
+                    findings.error(ADVANTAGE, violation)
+    for loss in dict.fromkeys(rule.loss for rule in experiment.rules.algorithms):
+        with findings.refused("algorithm.loss"):
+            if loss not in LOSSES:
+                require_module(loss, "algorithm.loss", LOSSES)
     _check_agent(experiment.environment, findings)
     with findings.refused("alerts.command"):
         require_command(experiment.alerts.command)

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headway.config.engines import starts_vllm
+from headway.config.external_models import SELF
 from headway.config.schema import Experiment, TrainerConfig
 from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, whole_blocks
 from headway.models.adapter_targets import adapted_targets
@@ -49,6 +50,7 @@ from headway.models.hf.configuration import adapter_size, implementation_of
 from headway.models.parallel.divisors import require_heads
 from headway.models.routing import replayed_routing
 from headway.models.sizes import ModelSizes, logit_rows, sizes_of
+from headway.orchestrator.teachers.replicas import teacher_experiment
 from headway.records.check_report import MemoryUse
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, sharing, split_node
@@ -127,7 +129,7 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
         *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]
     other_uses = (MemoryUse(name=name, location=location, parts=parts) for name, location, parts in uses)
-    return [*_generators(experiment, model), *_trainers(experiment, model), *other_uses]
+    return [*_generators(experiment, model), *_teachers(experiment), *_trainers(experiment, model), *other_uses]
 
 
 def expert_bytes(experiment: Experiment) -> int:
@@ -168,11 +170,17 @@ def _published_to(experiment: Experiment) -> list[str]:
     return [str(SHARED_MEMORY), *(f"{SHARED_MEMORY}{OF_NODE}{node}" for node in nodes if node)]
 
 
-def _generators(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
+def _generators(experiment: Experiment, model: ModelSizes, role: str = "generator") -> Iterator[MemoryUse]:
     for index, device in enumerate(experiment.generator.devices):
         is_widened = parse_device(device).kind == "cpu" and not cpu_multiplies_bfloat16()
         dtype = "float32" if is_widened else experiment.generator.dtype
-        yield from _generator(experiment, model, f"generator-{index}", device, bytes_of(dtype))
+        yield from _generator(experiment, model, f"{role}-{index}", device, bytes_of(dtype))
+
+
+def _teachers(experiment: Experiment) -> Iterator[MemoryUse]:
+    for name, teacher in experiment.used_teachers.items():
+        scorers = teacher_experiment(experiment, teacher)
+        yield from _generators(scorers, sizes_of(teacher.path), f"teacher-{name}") if teacher.devices else ()
 
 
 def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str, width: int) -> Iterator[MemoryUse]:
@@ -294,14 +302,17 @@ def trainer_parts(experiment: Experiment, model: ModelSizes) -> tuple[dict[str, 
     }
     if gathers:
         parts["gathered"] = _gathered_bytes(model, layout, width, trains=not is_adapted)
-    if experiment.algorithm.kl_coefficient > 0:
-        folder = experiment.model.reference
-        reference_sizes = sizes_of(folder) if folder else model
-        # the reference is then the model without its adapter
-        shares_model = is_adapted and (not folder or Path(folder) == Path(experiment.model.path))
-        reference_bytes = width * layout.rows_of(reference_sizes.parameters)
-        reference_bytes += _gathered_bytes(reference_sizes, layout, width, trains=False) if gathers else 0
-        parts["reference"] = 0 if shares_model else reference_bytes
+    frozen_folders = {f"teacher {name}": t.path for name, t in experiment.used_teachers.items() if not t.scores}
+    if any(rule.kl_coefficient > 0 for rule in experiment.rules.algorithms):
+        frozen_folders["reference"] = experiment.model.reference or experiment.model.path
+    for name, folder in frozen_folders.items():
+        # with an adapter the model's own folder is the model without it
+        if folder == SELF or (is_adapted and Path(folder) == Path(experiment.model.path)):
+            parts[name] = 0
+            continue
+        sizes = model if folder == experiment.model.path else sizes_of(folder)
+        parts[name] = width * layout.rows_of(sizes.parameters)
+        parts[name] += _gathered_bytes(sizes, layout, width, trains=False) if gathers else 0
     moved_names = {"none": (), "optimiser": ("AdamW",), "all": ("weights", "gradients", "AdamW")}[settings.host_memory]
     return parts, {name: parts.pop(name) for name in moved_names}
 

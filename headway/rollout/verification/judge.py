@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from headway.config.section import NonNegative, Positive, Seconds, Section
+from headway.config.external_models import RequestLimits
 from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task
 from headway.rollout.chat_model import ChatModel, ModelFailed, RequestCosts, Retry, api_key, completions_url, quoted
@@ -34,7 +34,7 @@ DEFAULT_PATTERN = re.compile(r"(?i)score\s*[:=]\s*\**\s*(-?\d+(?:\.\d+)?)")
 _PLACE = re.compile(r"\{(prompt|answer|response|lowest|highest)\}")
 
 
-class Judge(Section):
+class Judge(RequestLimits):
     """A language model's score, within ``lowest`` and ``highest``, as a reward from 0 to 1.
 
     An answer without a score, or with one out of range, is retried like a failed request (`ChatModel`). If no attempt
@@ -52,12 +52,7 @@ class Judge(Section):
     lowest: float = 0.0
     highest: float = 10.0
     solved_at: NonNegativeNumber = 1.0  # reward from which the task counts as solved
-    concurrency: Positive = 8  # requests at once, in each verifier process
-    timeout_s: Seconds = 30.0  # of one request
-    retries: NonNegative = 2
-    retry_s: NonNegativeNumber = 1.0
-    price_prompt: NonNegativeNumber = 0.0  # of a million tokens
-    price_completion: NonNegativeNumber = 0.0
+    price_completion: NonNegativeNumber = 0.0  # of a million tokens
     body: dict[str, Any] = Field(default_factory=dict)  # of the request: {temperature = 0, max_tokens = 512}
 
     @field_validator("pattern", mode="before")

@@ -207,7 +207,7 @@ def test_a_truncated_rollout_teaches_nothing_in_any_branch_where_it_is_masked() 
     batch = build_batch(9, [FinishedGroup(group=group, rollouts=members)], experiment)
     arrays = build_arrays(batch)
     assert arrays.loss_mask_n.tolist() == [False, True, False, False, True, True, *[False] * 6]
-    assert useful_samples(batch.samples) == 1
+    assert useful_samples(batch.samples, experiment.rules) == 1
 
 
 def test_rewards_by_turn_have_no_meaning_where_turns_branch() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.algorithms.aggregation import weighting
-from headway.algorithms.groups.batches import build_batch
+from headway.algorithms.groups.batches import build_batch, useful_samples
 from headway.algorithms.groups.filters import FilteredGroup, GroupFilters
 from headway.algorithms.groups.hook_conformance import synthetic_group
 from headway.algorithms.groups.outcome import group_outcome, group_timeout
@@ -357,3 +357,51 @@ def test_turns_that_end_elsewhere_are_refused() -> None:
     batch = build_batch(0, [finished], experiment(algorithm={"turn_discount": 0.5}))
     with pytest.raises(ValueError, match=r"rollout 0-0: 2 turn advantages, turns end at \[1, 2\] of 3 response tokens"):
         build_arrays(batch)
+
+
+# --- rules of sources -------------------------------------------------------------------------------------
+
+
+def observed(members: tuple[float, ...], source: str, *, runs: bool) -> FinishedGroup:
+    finished = synthetic_group(Task(task_id="0", prompt="p", source=source), members)
+    if not runs:
+        return finished
+    rollouts = tuple(msgspec.structs.replace(r, observations=((0, 1),)) for r in finished.rollouts)
+    return msgspec.structs.replace(finished, rollouts=rollouts)
+
+
+@pytest.mark.parametrize("minimum", [0.0, 0.5])
+def test_equal_rewards_filter_a_group_only_where_nothing_else_trains_it(minimum: float) -> None:
+    sections = {
+        "environment": {"name": "tools_of:Shop"},
+        "tasks": {"train": [{"path": "plain"}, {"path": "tools", "algorithm": {"environment_coefficient": 0.1}}]},
+        "queue": {"min_advantage": minimum},
+    }
+    filters = GroupFilters(experiment(**sections), lambda rollout: "a response")
+    outcomes = {
+        (source, runs): filters.apply(observed((1.0, 1.0, 1.0), source, runs=runs)).outcome
+        for source in ("plain", "tools")
+        for runs in (False, True)
+    }
+    assert {key: outcome.ending for key, outcome in outcomes.items()} == {
+        ("plain", False): "filtered",
+        ("plain", True): "filtered",
+        ("tools", False): "filtered",
+        ("tools", True): None,
+    }
+    assert outcomes["plain", True].reason == "zero_variance"
+
+
+def test_each_source_has_its_advantage_and_is_compared_with_its_own_rule() -> None:
+    sections = {
+        "algorithm": {"advantage": "batch_mean_std"},
+        "tasks": {"train": [{"path": "plain"}, {"path": "own", "algorithm": {"advantage": "group_mean"}}]},
+    }
+    groups = [observed((1.0, 0.0), "plain", runs=False), observed((9.0, 5.0), "own", runs=False)]
+    batch = build_batch(0, groups, experiment(**sections))
+    assert [sample.rule for sample in batch.samples] == [0, 0, 1, 1]
+    assert [round(sample.advantage, 3) for sample in batch.samples] == [1.0, -1.0, 2.0, -2.0]
+    rules = experiment(**sections).rules
+    assert useful_samples(batch.samples, rules) == 4
+    flat = build_batch(0, [observed((1.0, 1.0), "own", runs=True)], experiment(**sections))
+    assert useful_samples(flat.samples, rules) == 0

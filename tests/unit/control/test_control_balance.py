@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_run import calibration_of, lengths_of, shape_of
@@ -12,7 +13,7 @@ from synthetic_run import step_record
 from headway.control.tuning.balance import WaitShares, balance_of, waits_of
 from headway.control.tuning.forecast import binding_constraint, queue_model
 from headway.records.check_report import Constraint, QueueOutcome
-from headway.records.ledger import LedgerLine, QueueFlow, StepRecord
+from headway.records.ledger import LedgerLine, QueueFlow, StepRecord, TeacherStatistics
 from headway.report import live_view
 from headway.report.verdict import judge
 from headway.telemetry.summary import summarise
@@ -26,12 +27,14 @@ WAITS = st.builds(
     generator=SHARES,
     yielded=st.sampled_from([0.0, 0.0, 0.3]),
     environment=st.sampled_from([0.0, 0.4, 0.4001]),
+    teaching=st.sampled_from([0.0, 0.8, 0.8001]),
 )
 # What the doctor may say binds, by what the report says.
 FINER: dict[str, set[Constraint]] = {
     "generation-bound": {"generator", "kv", "admission", "verifier"},
     "training-bound": {"trainer"},
     "environment-bound": {"environment"},
+    "teacher-bound": {"admission", "verifier", "other"},
     "other-bound": {"admission", "verifier", "other"},
     "matched": {"trainer", "generator", "kv", "admission", "verifier"},
     "synchronous": {"trainer", "generator", "kv", "admission", "verifier"},
@@ -72,6 +75,7 @@ def test_report_and_live_view_say_the_same_of_the_same_steps(each: list[WaitShar
                 generator_wait_ratio=waits.generator,
                 generator_yielded_ratio=waits.yielded,
                 flow=QueueFlow(generating_s=step + 1, environment_s=waits.environment * (step + 1)),
+                teaching=TeacherStatistics(busy_s=waits.teaching),
             )
         )
         state.take(steps[-1])
@@ -84,9 +88,7 @@ def test_report_and_live_view_say_the_same_of_the_same_steps(each: list[WaitShar
 @given(WAITS)
 def test_the_rule_has_no_favourite_side(waits: WaitShares) -> None:
     mirror = {"generation-bound": "training-bound", "training-bound": "generation-bound"}
-    other = WaitShares(
-        trainer=waits.generator, generator=waits.trainer, yielded=waits.yielded, environment=waits.environment
-    )
+    other = msgspec.structs.replace(waits, trainer=waits.generator, generator=waits.trainer)
     one = balance_of(waits, 4)
     assert balance_of(other, 4) == mirror.get(one, one)
 

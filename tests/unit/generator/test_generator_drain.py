@@ -150,9 +150,9 @@ def test_a_trainer_that_dies_while_the_devices_are_its_own_holds_no_update_up(sh
     def spoil(trainer: FakeTrainer) -> None:
         whole = trainer.forward_backward
 
-        async def dies(part: TrainBatch, loss: str | None = None, divisor: float | None = None) -> PartReport:
+        async def dies(part: TrainBatch) -> PartReport:
             if part.step < 3:
-                return await whole(part, loss, divisor)
+                return await whole(part)
             trainer.forward_backward = whole  # type: ignore[method-assign]
             await trainer._clock.sleep(0.05)
             trainer.version = -1  # what it held is gone

@@ -10,12 +10,14 @@ from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 
 from headway.cli.main import main
 from headway.config import schema
 from headway.config.curriculum import CurriculumConfig
+from headway.config.schema import AlgorithmConfig
 from headway.control.curriculum.beta import mixed_probability
 from headway.orchestrator.jobs.explain_task import RunHistory
 from headway.orchestrator.run import Run
@@ -207,8 +209,11 @@ def test_what_a_filter_took_out_was_judged_and_what_failed_or_was_pruned_was_not
         member(4, False, removal="discarded", removal_reason="timeout"),
     )
     shown = TaskEvidence(group=7, solved=1, valid=2, zero_variance=False, version=3)
-    assert evidence_of(FinishedGroup(group=group, rollouts=rollouts)) == shown
-    assert evidence_of(FinishedGroup(group=group, rollouts=rollouts[2:])) is None
+    assert evidence_of(FinishedGroup(group=group, rollouts=rollouts), AlgorithmConfig()) == shown
+    assert evidence_of(FinishedGroup(group=group, rollouts=rollouts[2:]), AlgorithmConfig()) is None
+    distilled, equal = AlgorithmConfig(teacher="larger"), FinishedGroup(group=group, rollouts=rollouts[:1])
+    assert evidence_of(equal, AlgorithmConfig()) == msgspec.structs.replace(shown, valid=1, zero_variance=True)
+    assert evidence_of(equal, distilled) == msgspec.structs.replace(shown, valid=1)
 
 
 def test_sources_keep_their_shares(tmp_path):

@@ -78,10 +78,8 @@ class MortalTrainer(FakeTrainer):
 
     dies_at: dict[str, set[int]]
 
-    async def forward_backward(
-        self, part: TrainBatch, loss: str | None = None, divisor: float | None = None
-    ) -> PartReport:
-        report = await super().forward_backward(part, loss, divisor)
+    async def forward_backward(self, part: TrainBatch) -> PartReport:
+        report = await super().forward_backward(part)
         self._count("forward_backward")
         return report
 

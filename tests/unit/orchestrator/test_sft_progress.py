@@ -15,11 +15,11 @@ from tiny_trainer import make_experiment
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.orchestrator.jobs import sft
-from headway.orchestrator.jobs.sft_data import SftTokens
 from headway.orchestrator.nodes import machines
 from headway.records.errors import ConfigurationError, NoProgress
 from headway.records.ledger import EvaluationRecord
 from headway.report.progress_bars import SftProgress
+from headway.tasks.sft_data import SftTokens
 from headway.trainer.checkpoints import CheckpointState, write_folder
 
 

@@ -13,9 +13,9 @@ from headway.cli import main as cli
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.models.loading import copy_tokenizer
-from headway.orchestrator.jobs.sft_data import read_sft_tokens
 from headway.records.errors import ConfigurationError
 from headway.runtime.run_directory import RunDirectory
+from headway.tasks.sft_data import read_sft_tokens
 from headway.tokens.conversation import encode_conversation, encode_pair
 from headway.tokens.tokenizer import Tokenizer
 from tests.golden import chat_templates as templates

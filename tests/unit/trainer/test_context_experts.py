@@ -46,6 +46,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("plain", {}),
     "adapter": ("plain", ADAPTER | KL),
     "reference": ("plain", KL),
+    "teacher": ("kept", {"algorithm": {"teacher": "t"}, "teachers": {"t": {"path": "teacher"}}}),
     "replay": ("experts", {}),
     "kept sets": ("kept", {}),
     "trees": ("trees", {}),
@@ -64,7 +65,7 @@ def is_valid(layout: str, model: str, feature: str) -> bool:
     if experts > 1 or feature == "replay":
         return model == "qwen3_moe"
     if model[0].isupper():
-        return feature != "partly recomputed" and not (model == "Olmo2" and context == 4)
+        return feature not in ("partly recomputed", "teacher") and not (model == "Olmo2" and context == 4)
     return True
 
 
@@ -76,6 +77,9 @@ def experiment_of(folder: Path, model: str, feature: str, layout: tuple[int, ...
         else:
             save_model(random_model(0, vocabulary=41, family=model), path)
     raw = make_experiment(str(path), folder / "run", **FEATURES[feature][1])
+    if "teachers" in raw:
+        save_model(random_model(1, vocabulary=41, family=model), teacher := folder / f"{model}-teacher")
+        raw["teachers"] = {"t": {"path": str(teacher)}}
     size, shards, context, experts = layout
     keys = {"shards": shards, "context_parallel": context, "expert_parallel": experts}
     raw["trainer"] |= {"devices": ["cpu:0"] * size, "max_grad_norm": MAX_NORM, "micro_batch_tokens": 48, **keys}

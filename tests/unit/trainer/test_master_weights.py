@@ -132,7 +132,7 @@ def test_parts_add_up_in_float32(tmp_path: Path) -> None:
     both, one, other = (service(tmp_path) for _ in range(3))
     for trainers, seed in (((both, one), 1), ((both, other), 2)):
         for trainer in trainers:
-            trainer.forward_backward(lay_out(make_batch(seed, groups=1, members=1)), divisor=4.0)
+            trainer.forward_backward(lay_out(make_batch(seed, groups=1, members=1)))
     sums = zip(both.learner.gradients(), one.learner.gradients(), other.learner.gradients(), strict=True)
     assert all(torch.equal(total, a + b) for total, a, b in sums)
     both.optim_step()

@@ -35,11 +35,11 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainerServ
         service = TrainerService(Context, experiment=raw, run_id="test")
         logprobs, backward, fed = service.learner.logprobs, service.learner.backward, [0]
 
-        def checked_logprobs(batch: Any, *others: Any) -> Any:
+        def checked_logprobs(batch: Any, *others: Any, **taught: Any) -> Any:
             fed[0] = len(batch.input_ids)
             if passes and fed[0] > holds:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {fed[0]}")
-            return logprobs(batch, *others)
+            return logprobs(batch, *others, **taught)
 
         def checked_backward(loss: torch.Tensor) -> None:
             backward(loss)

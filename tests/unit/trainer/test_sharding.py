@@ -34,6 +34,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adapter": ("qwen3", ADAPTER | KL),
     "adapter of transformers": ("Olmo2", ADAPTER | KL),
     "reference": ("gemma3", KL),
+    "teacher": ("gemma3", {"algorithm": {"teacher": "t"}, "teachers": {"t": {"path": "gemma3-teacher"}}}),
+    "teachers of tokens": (
+        "qwen3",
+        {"algorithm": {"teacher": "t"}, "teachers": {"t": {"path": "qwen3-teacher", "divergence": "sampled"}}},
+    ),
+    "self": ("qwen3", {"algorithm": {"teacher": "t"}, "teachers": {"t": {"path": "self"}}}),
     "recomputed": ("qwen3_moe", {"trainer": {"gradient_checkpointing": "full"}}),
     "partly recomputed": ("qwen3", {"trainer": {"gradient_checkpointing": "selective"}}),
     "recomputed transformers": ("Olmo2", {"trainer": {"gradient_checkpointing": "full"}}),
@@ -65,6 +71,10 @@ def experiment_of(folder: Path, case: str, shards: int = 1, **trainer: Any) -> d
         else:
             save_model(random_model(0, vocabulary=41, family=family, tied=not untied), model)
     raw = make_experiment(str(model), folder / "run", **sections)
+    for teacher in raw.get("teachers", {}).values():
+        if teacher["path"] == f"{kind}-teacher":
+            save_model(random_model(1, vocabulary=41, family=kind), folder / teacher["path"])
+            raw["teachers"] = {"t": teacher | {"path": str(folder / teacher["path"])}}
     raw["trainer"] |= {"devices": ["cpu:0"] * 4, "shards": shards, "max_grad_norm": 0.01, **trainer}
     return validate_experiment(raw, "test").model_dump(mode="json")
 

@@ -247,7 +247,7 @@ def test_the_coefficient_follows_the_measured_kl_and_is_what_the_next_step_uses(
         error = min(max((metrics["kl_reference"] - 0.1) / 0.1, -0.2), 0.2)
         expected *= 1 + error * len(make_batch(step).samples) / 64
         assert error != 0
-        assert trainer.policy.kl_coefficient == pytest.approx(expected, abs=1e-12)
+        assert trainer.policy.rules[0].kl_coefficient == pytest.approx(expected, abs=1e-12)
     fixed = service(folder, "reference", kl_coefficient=expected, **kind)
     fixed.learner.model.load_state_dict(trainer.learner.model.state_dict())
     assert torch.allclose(gradient(trainer, build_arrays(batch)), gradient(fixed, build_arrays(batch)), atol=1e-7)
@@ -262,27 +262,27 @@ def test_a_resumed_run_goes_on_with_its_coefficient(folder: Path, tmp_path: Path
     ended.save_checkpoint(place, {})
     resumed = service(folder, "reference", **TARGET)
     resumed.load_checkpoint(place)
-    assert resumed.policy.kl_coefficient == through.policy.kl_coefficient != 0.5
+    assert resumed.policy.rules[0].kl_coefficient == through.policy.rules[0].kl_coefficient != 0.5
     third = lay_out(make_batch(2, step=2))
     assert resumed.train_step(third).metrics == through.train_step(third).metrics
-    assert resumed.policy.kl_coefficient == through.policy.kl_coefficient
+    assert resumed.policy.rules[0].kl_coefficient == through.policy.rules[0].kl_coefficient
     # Back at an earlier point the same steps give the same numbers again: a replay.
-    again = resumed.policy.kl_coefficient
+    again = resumed.policy.rules[0].kl_coefficient
     resumed.load_checkpoint(place)
     resumed.train_step(third)
-    assert resumed.policy.kl_coefficient == again
+    assert resumed.policy.rules[0].kl_coefficient == again
 
 
 def test_steps_that_measure_nothing_or_are_skipped_leave_the_coefficient(folder: Path) -> None:
     trainer = service(folder, "reference", **TARGET)
     trainer.train_step(lay_out(make_batch(0, masked=True)))
-    assert trainer.policy.kl_coefficient == 0.5
+    assert trainer.policy.rules[0].kl_coefficient == 0.5
     trainer.learner.parameters[0].data.fill_(float("nan"))
     assert trainer.train_step(lay_out(make_batch(1, step=trainer.version))).skipped
-    assert trainer.policy.kl_coefficient == 0.5
+    assert trainer.policy.rules[0].kl_coefficient == 0.5
 
 
 def test_without_a_target_the_coefficient_stays(folder: Path) -> None:
     trainer = service(folder, "reference")
     assert "kl_coefficient" not in trainer.train_step(lay_out(make_batch(0))).metrics
-    assert trainer.policy.kl_coefficient == 0.5
+    assert trainer.policy.rules[0].kl_coefficient == 0.5

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from objective_definition import gradient, on_ranks, staled
 from tiny_trainer import Context, make_batch, make_experiment, make_model
 
-from headway.algorithms.aggregation import weighting
 from headway.algorithms.samples import build_arrays, lay_out
 from headway.config.load import validate_experiment
 from headway.records.errors import RemoteError, StepRefused
@@ -106,21 +105,6 @@ def test_parts_in_any_number_order_and_packing_give_the_gradient_of_the_batch(
     assert float((found - expected).abs().max()) <= 3e-6 * float(expected.abs().max()) + 1e-9
 
 
-def test_a_whole_batch_with_its_divisor_is_the_train_step_bit_for_bit(service: Any) -> None:
-    one, other = service(), service()
-    for step in range(3):
-        batch = make_batch(step, step=step)
-        arrays = build_arrays(batch)
-        divisor = weighting("token_mean", arrays, np.arange(arrays.samples), max_response_tokens=1).divisor
-        whole = one.train_step(lay_out(batch))
-        part = other.forward_backward(lay_out(batch), divisor=divisor)
-        stepped = other.optim_step()
-        assert same(weights_of(one), weights_of(other))
-        assert msgspec.structs.replace(whole, compute_s=0.0) == msgspec.structs.replace(stepped, compute_s=0.0)
-        assert part.loss == whole.metrics["loss"]
-        assert (part.samples, part.loss_tokens, part.tokens) == (whole.samples, whole.loss_tokens, whole.tokens)
-
-
 def test_a_part_reports_the_log_probability_of_every_token_with_loss(service: Any) -> None:
     trainer, batch = service(), make_batch(1)
     arrays = build_arrays(batch)
@@ -173,10 +157,6 @@ def test_what_does_not_go_together_is_refused_and_changes_nothing(service: Any) 
         trainer.optim_step()
     trainer.forward_backward(lay_out(part_of(batch, [0, 1, 2])))
     rest = lay_out(part_of(batch, list(range(3, len(batch.samples)))))
-    with pytest.raises(ValueError, match="all parts of a step are given a divisor, or none"):
-        trainer.forward_backward(rest, divisor=10.0)
-    with pytest.raises(ValueError, match="'gspo' after one with 'ppo_clip'"):
-        trainer.forward_backward(rest, "gspo")
     with pytest.raises(ValueError, match="part of step 3"):
         trainer.forward_backward(lay_out(msgspec.structs.replace(batch, step=3)))
     trainer.forward_backward(rest)
@@ -191,17 +171,18 @@ def test_what_does_not_go_together_is_refused_and_changes_nothing(service: Any) 
 
 @pytest.mark.parametrize(
     ("section", "values"),
-    [("algorithm", {"second_moment_limit": 0.04}), ("trainer", {"optimizer_steps_per_batch": 2})],
+    [
+        ("algorithm", {"second_moment_limit": 0.04}),
+        ("trainer", {"optimizer_steps_per_batch": 2}),
+        ("algorithm", {"environment_coefficient": 0.1}),
+    ],
 )
 def test_what_needs_the_whole_batch_is_refused_by_name(service: Any, section: str, values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{section}.{next(iter(values))}"):
-        service(**{section: values}).forward_backward(lay_out(make_batch(1)))
-
-
-@pytest.mark.parametrize("divisor", [0.0, -1.0, math.nan, math.inf])
-def test_a_divisor_that_divides_nothing_is_refused(service: Any, divisor: float) -> None:
-    with pytest.raises(ValueError, match="a number above 0"):
-        service().forward_backward(lay_out(make_batch(1)), divisor=divisor)
+    has_tools = "environment_coefficient" in values
+    reason = "policy.*, imitate" if has_tools else f"{section}.{next(iter(values))}"
+    environment = {"environment": {"name": "myproject:Shop"}} if has_tools else {}
+    with pytest.raises(ValueError, match=reason):
+        service(**{section: values}, **environment).forward_backward(lay_out(make_batch(1)))
 
 
 def test_a_part_that_fails_amid_its_micro_batches_leaves_no_gradient(service: Any) -> None:
@@ -267,8 +248,8 @@ def test_the_client_counts_the_parts_that_the_trainer_holds(service: Any, tmp_pa
 
     async def main() -> None:
         await client.forward_backward(part_of(batch, [0, 1, 2]))
-        with pytest.raises(StepRefused, match="or none is"):  # by name, though it comes from another process
-            await client.forward_backward(part_of(batch, [3]), divisor=10.0)
+        with pytest.raises(StepRefused, match="part of step 7"):  # by name, though it comes from another process
+            await client.forward_backward(msgspec.structs.replace(part_of(batch, [3]), step=7))
         assert held() == 1
         accumulate, trainer.policy._accumulate_batch = trainer.policy._accumulate_batch, lambda *_: int("x")
         with pytest.raises(RemoteError):
@@ -285,13 +266,6 @@ def test_the_client_counts_the_parts_that_the_trainer_holds(service: Any, tmp_pa
             await client.optim_step()
 
     asyncio.run(main())
-
-
-def test_different_losses_go_together_where_each_has_its_divisor(service: Any) -> None:
-    trainer = service()
-    trainer.forward_backward(lay_out(make_batch(1)), "gspo", 10.0)
-    trainer.forward_backward(lay_out(make_batch(2)), "reinforce", 20.0)
-    assert trainer.optim_step().version == 1
 
 
 @pytest.mark.parametrize("loads", [False, True])

@@ -161,9 +161,9 @@ def test_a_kl_without_a_number_leaves_the_coefficient_alone(model: str) -> None:
     trainer = service(model, algorithm={"kl_coefficient": 0.1, "kl_target": 0.01})
     for kl in (math.nan, math.inf, None):
         trainer.policy.adapt_kl(kl, 100)
-        assert trainer.policy.kl_coefficient == 0.1
+        assert trainer.policy.rules[0].kl_coefficient == 0.1
     trainer.policy.adapt_kl(1.0, 100)
-    assert trainer.policy.kl_coefficient > 0.1
+    assert trainer.policy.rules[0].kl_coefficient > 0.1
 
 
 @pytest.mark.parametrize(("loss", "against"), [("decoupled_ppo", "proximal_n"), ("ppo_clip", "behaviour_n")])

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny_trainer import Context, make_experiment, make_model
 
-from headway.orchestrator.jobs.sft_data import read_sft_tokens
 from headway.records.errors import ConfigurationError, NoProgress, StorageFailed
 from headway.records.training import MAX_CONSECUTIVE_SKIPS
+from headway.tasks.sft_data import read_sft_tokens
 from headway.tokens.tokenizer_training import train_byte_fallback_tokenizer
 from headway.trainer.checkpoints import verify
 from headway.trainer.supervised import (

@@ -62,6 +62,11 @@ class HfRunner:
         logits_n1v, cache = self._feed(ids_nk, cache, computed, 1, beside)
         return logits_n1v[:, 0], cache
 
+    def feed_all(self, ids_1k: Tensor, cache: Any, computed: Sequence[int]) -> tuple[Tensor, Any]:
+        """Compute the tokens of one row as `feed` does, and return the logits after each, [k, v]."""
+        logits_1kv, cache = self._feed(ids_1k, cache, computed, ids_1k.shape[1], {})
+        return logits_1kv[0], cache
+
     def beside(self, ids_1k: Tensor, pictures: Pixels) -> dict[str, Any]:
         """Return arguments for `feed` of a new row with these pictures; the model then computes the positions."""
         arguments = self.model.picture_arguments(ids_1k.to(self.device), [pictures], self._taken) if pictures else {}

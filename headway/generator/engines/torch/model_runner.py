@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -205,13 +206,8 @@ class ModelRunner:
         by token (``decode``)."""
         ids, revision, scores_by_path = probe.ids, self.adapters.newest(POLICY_ADAPTER), dict[str, PathScores]()
         update = 0 if revision is None else revision.update
-        kept_cache, kept_decode = self.cache, self._native_decode
-        self.cache = self._make_cache(1, len(ids), len(ids))
-        self.cache.pool.allocate(0, len(ids))
-        if kept_decode is not None and self._kernels is not None:
-            self._native_decode = NativeDecode(self.model, self.cache, self._kernels)
         third, token_count = max(1, len(ids) // 3), len(ids)
-        try:
+        with self.on_cache(self.new_cache(len(ids))):
             for path, ends in {"prefill": [token_count], "decode": [third, *range(2 * third, token_count + 1)]}.items():
                 states, logits = HiddenStates(), list[Tensor]()
                 for start, end in itertools.pairwise([0, *ends]):
@@ -220,19 +216,43 @@ class ModelRunner:
                     )
                     states.end_pass()
                 scores_by_path[path] = states.scores(torch.cat(logits), ids)
+        return ProbeScores(probe=probe, precision=str(self.dtype).removeprefix("torch."), paths=scores_by_path)
+
+    def new_cache(self, tokens: int) -> PagedCache:
+        """Make a cache for one row of ``tokens`` tokens, which has its blocks."""
+        cache = self._make_cache(1, tokens, tokens)
+        cache.pool.allocate(0, tokens)
+        return cache
+
+    @contextmanager
+    def on_cache(self, cache: PagedCache) -> Iterator[None]:
+        """Compute on another cache inside the block; no experts are kept."""
+        kept_cache, kept_decode = self.cache, self._native_decode
+        self.cache = cache
+        if kept_decode is not None and self._kernels is not None:
+            self._native_decode = NativeDecode(self.model, cache, self._kernels)
+        try:
+            yield
         finally:
             self.cache, self._native_decode = kept_cache, kept_decode
             for layer in self._layers:
-                if layer.routed:  # experts of the probe, which no cache takes
+                if layer.routed:  # which no cache takes
                     layer.routed.clear()
-        return ProbeScores(probe=probe, precision=str(self.dtype).removeprefix("torch."), paths=scores_by_path)
+
+    @torch.inference_mode()
+    def prompt_logits(self, prefill: Prefill) -> Tensor:
+        """Store KV of a prefill, and return the logits after each of its tokens."""
+        x_nd = self._forward([prefill], _NONE, _NONE, _NONE, every_row=True)
+        assert x_nd is not None
+        with native.using(self._kernels):
+            return self.model.head(x_nd)
 
     def _score_part(self, ids: tuple[int, ...], start: int, update: int, decodes: bool, states: HiddenStates) -> Tensor:
         """Return the logits after each of ``ids`` from ``start`` on, and store their KV."""
         if decodes:
             x_nd = self._forward([], np.array([ids[start]]), np.array([start]), np.array([update]), states)
         else:
-            x_nd = self._forward([Prefill(ids, 0, start, update)], _NONE, _NONE, _NONE, states)
+            x_nd = self._forward([Prefill(ids, 0, start, update)], _NONE, _NONE, _NONE, states, every_row=True)
         assert x_nd is not None
         with native.using(self._kernels):
             return self.model.head(x_nd)
@@ -244,8 +264,10 @@ class ModelRunner:
         position: np.ndarray,
         update: np.ndarray,
         states: HiddenStates | None = None,
+        *,
+        every_row: bool = False,
     ) -> Tensor | None:
-        """Return the residual stream after the last layer of decode rows; with ``states`` of prefilled ones too."""
+        """Return the residual stream after the last layer of decode rows, and of prefilled ones with ``every_row``."""
         prefills = sorted(prefills, key=lambda prefill: (prefill.start, prefill.tokens))
         if self.adapters:
             self.adapters.rows.assign(np.concatenate([update, *(np.full(p.tokens, p.update) for p in prefills)]))
@@ -259,17 +281,19 @@ class ModelRunner:
                 return self._native_decode(
                     x_nd, self._cos[position_n], self._sin[position_n], position_n, *order_and_groups, states
                 )
-            return self._layers_forward(self._packed(prefills, pending, position), states)
+            return self._layers_forward(self._packed(prefills, pending, position), states, every_row=every_row)
 
     def logits(self, ids_n: Tensor, position_n: Tensor, table_nw: Tensor, sampled: int) -> Tensor:
         """Store KV of rows, each with a block table, and return the logits after the first ``sampled`` of them."""
         block_n = table_nw.gather(1, (position_n // BLOCK_TOKENS)[:, None])[:, 0]
         cells = block_n.long(), position_n % BLOCK_TOKENS
-        x_nd = self._layers_forward(_Packed(ids_n, position_n, cells, sampled, table_nw, ()), None)
+        x_nd = self._layers_forward(_Packed(ids_n, position_n, cells, sampled, table_nw, ()))
         assert x_nd is not None
         return self.model.head(x_nd)
 
-    def _layers_forward(self, rows: _Packed, states: HiddenStates | None) -> Tensor | None:
+    def _layers_forward(
+        self, rows: _Packed, states: HiddenStates | None = None, *, every_row: bool = False
+    ) -> Tensor | None:
         n, prefills = len(rows.table_nw), rows.prefills
         x_nd = self.model.embed(rows.ids)
         if states is not None:
@@ -283,7 +307,7 @@ class ModelRunner:
             blocks, offsets = (cell[stored] for cell in rows.cells)
             if len(blocks):
                 store_kv(k[stored], v[stored], self.cache.keys[index], self.cache.values[index], blocks, offsets)
-            if index == last_index and states is None:  # of the other rows only the KV is needed
+            if index == last_index and not every_row:  # of the other rows only the KV is needed
                 if rows.decoded == 0:
                     break
                 n, prefills = rows.decoded, ()
@@ -294,7 +318,7 @@ class ModelRunner:
             if states is not None:
                 states.add(x_nd)
         self._store_experts(rows)
-        return x_nd if rows.decoded or states is not None else None
+        return x_nd if rows.decoded or every_row else None
 
     def _packed(self, prefills: Sequence[Prefill], pending: np.ndarray, position: np.ndarray) -> _Packed:
         """Pack prefills, sorted by start and length, after the decode rows."""

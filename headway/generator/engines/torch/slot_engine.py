@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headway.generator.engines.engine import Engine
 from headway.generator.engines.grammars import CompilingGrammars
+from headway.generator.engines.prompt_pass import PromptPass
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.revisions import Revisions
 from headway.generator.engines.torch.slot_table import SlotTable
@@ -28,7 +29,7 @@ from headway.records.generation import (
     TokenDelta,
     UpdateMode,
 )
-from headway.records.tokens import TokenRows
+from headway.records.tokens import TokenIds, TokenRows
 from headway.tokens.tokenizer import Tokenizer
 from headway.weights.device_memory import CudaMemory
 from headway.weights.shared_memory import Subscriber
@@ -88,6 +89,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self._table = SlotTable(slots, self.context_tokens, self._vocabulary)
         self._rows = 0  # the running requests are among rows 0 .. _rows-1
         self._model_version, self._model_update = version, 0  # of the model without an adapter
+        self._model_changes = 0  # of its weights so far
         self._subscriber = Subscriber(CudaMemory.of(next(model.parameters()).device))
         self._prefetched: tuple[PublishedWeights, dict[str, Tensor], float] | None = None  # with the seconds it took
 
@@ -179,6 +181,21 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         super()._ended(entry)
         self.adapters.unload(self._open.values())
 
+    def _prompt_pass(self, ids: TokenIds, top: int, adapter: str) -> PromptPass:
+        if reason := self.adapters.unknown(adapter):
+            raise ConfigurationError(reason)
+        return self._make_prompt_pass(ids, top, adapter or POLICY_ADAPTER)
+
+    @abstractmethod
+    def _make_prompt_pass(self, ids: TokenIds, top: int, adapter: str) -> PromptPass:
+        """Make the pass of a valid prompt."""
+
+    def newest_weights(self, adapter: str) -> tuple[int, tuple[int, int, int]]:
+        """The version of an adapter's newest revision, or of the model without one, and what identifies them."""
+        revision = self.adapters.newest(adapter)
+        version = self._model_version if revision is None else revision.version
+        return version, (self._model_changes, version, 0 if revision is None else revision.update)
+
     def _update_of(self, request: EngineRequest) -> int:
         """Return the number of the update with whose weights the request is computed from now on."""
         if request.update >= 0:
@@ -260,6 +277,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
             elif adopt_weights(self._model, tensors):
                 self._subscriber.keep()
             self._weights_changed(staged=adopt)
+            self._model_changes += 1
             self._emit_ready()  # tokens so far are the old version's
             self._model_version = version
             in_flight_count, recomputed_tokens = self._cross_update("", mode)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.config.schema import Experiment
+from headway.config.sources import SftSource
 from headway.records.errors import ConfigurationError
 from headway.tasks.demonstrations import Conversation, Pair, read_demonstrations
 from headway.tokens.conversation import Demonstration, encode_conversation, encode_pair
@@ -42,11 +43,25 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         tokenizer = Tokenizer.of(experiment)
     except ConfigurationError as error:
         raise ConfigurationError(f"model.path, from which sft starts: {error}") from None
+    return read_tokens(settings.data, "sft.data", experiment, tokenizer, settings.max_tokens)
+
+
+def read_tokens(
+    source: SftSource,
+    key: str,
+    experiment: Experiment,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    *,
+    drops_long: bool = True,
+) -> SftTokens:
+    """Read and tokenise the rows of ``source``, the value of ``key``, as `read_sft_tokens` does. ``drops_long`` False:
+    one longer than ``max_tokens`` is an error."""
     kept_ids: list[npt.NDArray[np.int32]] = []  # arrays: lists of Python integers would take ten times the memory
     kept_learned: list[npt.NDArray[np.bool_]] = []
     too_long = empty = empty_turns = longest_tokens = 0
     drop_counts = Counter[str]()
-    for location, row in read_demonstrations(settings.data):
+    for location, row in read_demonstrations(source):
         try:
             demonstration = _encode(row, tokenizer, experiment)
         except ConfigurationError as error:
@@ -57,7 +72,12 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
         longest_tokens = max(longest_tokens, len(demonstration.ids))
         empty_turns += demonstration.empty_turns
         drop_counts.update(demonstration.dropped)
-        if len(demonstration.ids) > settings.max_tokens:
+        if len(demonstration.ids) > max_tokens:
+            if not drops_long:
+                raise ConfigurationError(
+                    f"{location}: {len(demonstration.ids):,} tokens, more than the context of {max_tokens:,} "
+                    "(rollout.max_prompt_tokens + max_response_tokens): raise it, or leave the row out"
+                )
             too_long += 1
             continue
         kept_ids.append(np.asarray(demonstration.ids, np.int32))
@@ -65,10 +85,10 @@ def read_sft_tokens(experiment: Experiment) -> SftTokens:
     row_count = len(kept_ids) + too_long + empty
     if not kept_ids:
         problem_text = "no rows; pairs or conversations are needed" if not row_count else (
-            f"no row is left ({too_long} longer than sft.max_tokens = {settings.max_tokens}, {empty} with an empty "
+            f"no row is left ({too_long} longer than {max_tokens} tokens, {empty} with an empty "
             "prompt or answer)"
         )  # fmt: skip
-        raise ConfigurationError(f"sft.data = {settings.data.display_name!r}: {problem_text}")
+        raise ConfigurationError(f"{key} = {source.display_name!r}: {problem_text}")
     lengths_s = np.fromiter(map(len, kept_ids), np.int64, len(kept_ids))
     learned_n = np.concatenate(kept_learned)
     row_figures: dict[str, Any] = {

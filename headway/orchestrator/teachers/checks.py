@@ -1,0 +1,67 @@
+"""Checks of teachers before a run: tokenizers, templates, contexts and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from headway.config.external_models import SELF, TeacherConfig
+from headway.config.model import ModelConfig
+from headway.config.schema import Experiment
+from headway.models.hf.configuration import read_config
+from headway.orchestrator.teachers.stage import context_ids
+from headway.records.errors import ConfigurationError
+from headway.records.task import Task
+from headway.tokens.tokenizer import Tokenizer
+
+_PROBE = ("What is 2 + 3?", "5", "And 4 + 4?")  # messages of a conversation
+
+
+def require_teachers(experiment: Experiment, tokenizer: Tokenizer, tasks: Iterable[Task]) -> None:
+    """Raise ConfigurationError, naming the key, for a teacher that reads tokens otherwise than the policy, or whose
+    context some training task can't fill."""
+    tasks = list(tasks)
+    for name, teacher in experiment.used_teachers.items():
+        key = f"teachers.{name}"
+        if teacher.path not in (SELF, experiment.model.path):
+            _require_same_tokens(key, teacher, experiment, tokenizer)
+        taught_tasks = [task for task in tasks if experiment.rules.of(task.source).teacher == name]
+        for task in taught_tasks:
+            try:
+                context_ids(teacher, task, tokenizer, experiment)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{key}.context: {error}") from None
+            if task.pictures:
+                raise ConfigurationError(f"{key}: task {task.task_id} has pictures, which teachers don't read")
+
+
+def _require_same_tokens(key: str, teacher: TeacherConfig, experiment: Experiment, tokenizer: Tokenizer) -> None:
+    if not Path(teacher.path).is_dir():
+        raise ConfigurationError(f"{key}.path = {teacher.path!r}: valid: the folder of a model, or 'self'")
+    theirs = Tokenizer.load(teacher.path, chat=experiment.uses_chat, arguments=experiment.model.chat_template_kwargs)
+    for token_id in range(tokenizer.vocabulary_size):
+        text, other_text = tokenizer.token(token_id), theirs.token(token_id)
+        if text != other_text:
+            raise ConfigurationError(
+                f"{key}.path = {teacher.path!r} has another tokenizer: id {token_id} is {other_text!r} there, and "
+                f"{text!r} in the model's"
+            )
+    template = "chat" if experiment.uses_chat else "raw"
+    if template == "chat" and theirs.chat_template is None:
+        raise ConfigurationError(f"{key}.path = {teacher.path!r} has no chat template, which the model's prompts have")
+    messages = [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), _PROBE, strict=True)
+    ]
+    probes = (_PROBE[0], messages) if template == "chat" else (_PROBE[0],)
+    for probe in probes:
+        if (ours := tokenizer.render(probe, template)) != (others := theirs.render(probe, template)):
+            raise ConfigurationError(
+                f"{key}.path = {teacher.path!r} has another template: {tokenizer.decode(ours, keep_special=True)!r} of "
+                f"the model is {theirs.decode(others, keep_special=True)!r} there"
+            )
+    longest = read_config(ModelConfig(path=teacher.path)).max_positions
+    if longest < experiment.max_sequence_tokens:
+        raise ConfigurationError(
+            f"{key}.path = {teacher.path!r} reads {longest} tokens, and rollouts have up to "
+            f"{experiment.max_sequence_tokens} (rollout.max_prompt_tokens and max_response_tokens)"
+        )

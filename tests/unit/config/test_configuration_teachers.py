@@ -1,0 +1,108 @@
+"""[teachers.NAME] and the rules that name teachers: refused combinations, by key, value and what would be valid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headway.config.external_models import TeacherConfig
+from headway.config.load import validate_experiment
+from headway.config.objective.rules import stream_rules
+from headway.records.errors import ConfigurationError
+
+FOLDER = {"path": "models/big"}
+
+
+def experiment(teacher: dict[str, Any] | None = None, rule: dict[str, Any] | None = None, **sections: Any) -> Any:
+    raw: dict[str, Any] = {
+        "run": {"directory": "run"},
+        "model": {"path": "models/small"},
+        "tasks": {"train": [{"path": "tasks.jsonl"}]},
+        "algorithm": {"teacher": "big"} | (rule or {}),
+        "teachers": {"big": FOLDER if teacher is None else {"path": "models/big"} | teacher},
+    }
+    for name, values in sections.items():
+        raw[name] = raw.get(name, {}) | values
+    return validate_experiment(raw, "test")
+
+
+SERVED = {"address": "http://gpu7:8000", "top_k": 20}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "two places": ({"devices": ["cpu:0"], **SERVED}, {}, "a teacher computes in one place"),
+    "self elsewhere": ({"path": "self", "devices": ["cpu:0"]}, {}, "path = 'self' with devices = ['cpu:0']"),
+    "self at an address": ({"path": "self", **SERVED}, {}, "path = 'self' with address = 'http://gpu7:8000'"),
+    "all tokens of a server": ({"address": "http://gpu7:8000"}, {}, "outside of the trainer needs top_k"),
+    "too many of a server": (SERVED | {"top_k": 50}, {}, "top_k = 50 by address; valid: 1 to 20"),
+    "top_k of sampled tokens": ({"divergence": "sampled", "top_k": 3}, {}, "compares sampled tokens alone"),
+    "an address among devices": ({"devices": ["http://gpu7:8000"]}, {}, "set teachers.NAME.address"),
+    "no address": ({"address": "gpu7:8000", "top_k": 2}, {}, "valid: http://... or https://..."),
+    "an unknown key of an address": ({"address": {"url": "http://a", "retry": 1}, "top_k": 2}, {}, "address"),
+    "temperature": (SERVED, {"rollout": {"temperature": 0.7}}, "not for rollout.temperature = 0.7"),
+    "top_p": (
+        SERVED,
+        {"rollout": {"top_p": 0.9}, "algorithm": {"teacher": "big", "allow_truncated_sampling": True}},
+        "not for rollout.top_p = 0.9, top_k = 0",
+    ),
+    "grammars": (
+        {"devices": ["cpu:0"], "top_k": 4},
+        {"algorithm": {"teacher": "big", "allow_truncated_sampling": True}},
+        "not for algorithm.allow_truncated_sampling = true",
+    ),
+    "deterministic": (SERVED, {"run": {"deterministic": True, "directory": "run"}, "queue": {"budget": 0}}, "excludes"),
+    "changing weights": (
+        {"path": "self"},
+        {"trainer": {"optimizer_steps_per_batch": 2}},
+        "trainer.optimizer_steps_per_batch = 2; valid: 1",
+    ),
+    "trees with a context": (
+        {"context": "{answer}"},
+        {"environment": {"name": "agents:solve"}, "model": {"path": "models/small", "template": "chat"}},
+        "takes the place of a single turn's prompt",
+    ),
+    "no such teacher": ({}, {"algorithm": {"teacher": "bigger"}}, "there is no [teachers.bigger]; valid: big"),
+    "a teacher without pupils": ({}, {"algorithm": {"teacher": ""}}, "teachers.big teaches nothing"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_combinations_that_mean_nothing_are_refused(name: str) -> None:
+    teacher, sections, message = REFUSED[name]
+    with pytest.raises(ConfigurationError) as caught:
+        experiment(teacher, **sections)
+    assert message in str(caught.value)
+
+
+def test_an_address_is_a_text_or_a_table() -> None:
+    short, long = experiment(SERVED), experiment(SERVED | {"address": {"url": "http://gpu7:8000", "retries": 5}})
+    assert short.teachers["big"].server.url == long.teachers["big"].server.url == "http://gpu7:8000"
+    assert (short.teachers["big"].server.retries, long.teachers["big"].server.retries) == (2, 5)
+    assert validate_experiment(long.model_dump(mode="json"), "test") == long
+
+
+def test_sampled_tokens_are_of_the_policy_stream() -> None:
+    def streams(**teacher: Any) -> list[tuple[str, float]]:
+        made = experiment(teacher, {"policy_coefficient": 0.0, "teacher_coefficient": 0.5})
+        return [(part.stream, part.coefficient) for part in stream_rules(made.rules, made.demonstrations)]
+
+    assert streams(divergence="sampled") == [("policy", 1.0)]
+    assert streams(divergence="reverse") == [("teacher", 0.5)]
+
+
+def test_a_source_may_have_a_teacher_of_its_own() -> None:
+    sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "algorithm": {"teacher": "big"}}]
+    made = experiment({}, {"teacher": ""}, tasks={"train": sources})
+    assert [made.rules.of(name).teacher for name in ("a.jsonl", "b.jsonl")] == ["", "big"]
+    assert list(made.used_teachers) == ["big"]
+
+
+def test_a_context_names_what_a_task_lacks() -> None:
+    teacher = TeacherConfig(path="m", context="{prompt} {answer} {hint}")
+    assert teacher.context_of("1+1=", "2", {"hint": 3}) == "1+1= 2 3"
+    with pytest.raises(ValueError, match=r"context has \{hint\}, which the task lacks; valid: other, prompt, answer"):
+        teacher.context_of("1+1=", "2", {"other": 3})
+
+
+def test_braces_in_a_tasks_text_are_not_filled_in() -> None:
+    teacher = TeacherConfig(path="m", context="{prompt}|{answer}")
+    assert teacher.context_of("{answer}", "2", {}) == "{answer}|2"
