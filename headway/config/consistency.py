@@ -195,6 +195,8 @@ def _require_parts(experiment: Experiment) -> None:
             f"{fault}, and divides its gradients once: the loss has several denominators, {', '.join(denominators)}; "
             "leave it out, or train one stream with one algorithm.aggregation"
         )
+    if experiment.demonstrations.data is not None:
+        raise ValueError(f"{fault}, whose demonstrations are of all of it: leave demonstrations.data or it out")
     if algorithm.second_moment_limit is not None:
         raise ValueError(f"{fault}; algorithm.second_moment_limit bounds a mean over all of it: leave one of them out")
     if config.optimizer_steps_per_batch > 1:

@@ -275,6 +275,8 @@ def _effective(experiment: Experiment) -> dict[str, Any]:
     del flat["model.dtype"]  # generator.dtype and trainer.dtype have its effect
     folder_keys = ("model.path", "model.reference", *(f"teachers.{name}.path" for name in experiment.teachers))
     flat |= {key: hf_name(flat[key]) for key in folder_keys}  # in the cache of any machine
+    for name, teacher in experiment.teachers.items():  # the scores of one outside are stored with the rollouts
+        flat[f"the place of teachers.{name}"] = "outside of the trainer" if teacher.scores else "in the trainer"
     if experiment.trainer.schedule == "constant":
         flat["trainer.schedule_steps"] = None
     elif experiment.trainer.schedule_steps is None:

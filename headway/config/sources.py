@@ -211,3 +211,12 @@ class DemonstrationsConfig(Section):
     per_step: Positive = 8  # rows in a step's batch, drawn without repetition until all were drawn
     # Tune: 0.1 to 1: lower it when the reward falls, raise it when the model forgets what they show
     coefficient: Annotated[float, Field(gt=0)] = 1.0  # of the mean cross-entropy over their loss tokens
+
+    @model_validator(mode="after")
+    def _require_data(self) -> DemonstrationsConfig:
+        if self.data is None and (self.per_step, self.coefficient) != (8, 1.0):
+            raise ValueError(
+                f"per_step = {self.per_step}, coefficient = {self.coefficient:g} without data: there are no "
+                "demonstrations; valid: with demonstrations.data"
+            )
+        return self

@@ -43,13 +43,12 @@ class Demonstrations:
 
     def draw(self, step: int) -> LoggedDemonstrations:
         """Draw the rows of ``step``, in the order of training."""
-        count, first = len(self), step * self._per_step
-        rows = [self._row(position, count) for position in range(first, first + self._per_step)]
+        count, first, rows = len(self), step * self._per_step, list[int]()
+        while len(rows) < self._per_step:
+            epoch, index = divmod(first + len(rows), count)
+            order = np.random.default_rng([self._seed, epoch]).permutation(count)
+            rows += order[index : index + self._per_step - len(rows)].tolist()
         return LoggedDemonstrations(rows=tuple(rows), digest=self.digest)
-
-    def _row(self, position: int, count: int) -> int:
-        epoch, index = divmod(position, count)
-        return int(np.random.default_rng([self._seed, epoch]).permutation(count)[index])
 
     def take(self, logged: LoggedDemonstrations) -> Sequence[DrawnDemonstration]:
         """The rows that a batch's log names. Raises BufferCorrupt if the data isn't what they were drawn from."""

@@ -59,6 +59,8 @@ class TeacherServer:
             entries = [None if entry is None else (entry[0], entry[1][:-1]) for entry in entries]
         if fault == "another order":
             answered[1:3] = answered[2:0:-1]
+        if fault == "huge id":
+            entries[-1] = (entries[-1][0], [(10**12 + i, p) for i, p in entries[-1][1]])
         if fault == "NaN":
             entries[-1] = (float("nan"), entries[-1][1])
         return self.formatted(path, answered, entries, top)

@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from headway.config.objective.parameters import PARAMETERS
 from headway.config.sources import DemonstrationsConfig, TaskSource
 
 Algorithm = TypeVar("Algorithm", bound=BaseModel)  # the section [algorithm], which the schema defines
@@ -94,8 +95,8 @@ def _merged(algorithm: Algorithm, source: TaskSource) -> Algorithm:
         common = " is common to all sources" if key in type(algorithm).model_fields else ": unknown key"
         raise ValueError(f"{origin}.{key}{common}; {hint}valid: {', '.join(RULE_KEYS)}")
     merged = algorithm.model_dump(include=algorithm.model_fields_set - {"preset"}) | source.algorithm
-    if "parameters" not in source.algorithm and {"loss", "advantage"} & {*source.algorithm}:
-        merged.pop("parameters", None)  # they are of the run's loss and advantage
+    if "parameters" not in source.algorithm:
+        merged["parameters"] = _inherited(merged.pop("parameters", {}), algorithm, source)
     try:
         return type(algorithm).model_validate(merged)
     except ValidationError as error:
@@ -103,6 +104,15 @@ def _merged(algorithm: Algorithm, source: TaskSource) -> Algorithm:
         location = "".join(f".{part}" for part in fault["loc"])
         value_text = f" = {fault['input']!r}" if location else ""
         raise ValueError(f"{origin}{location}{value_text}: {fault['msg'].removeprefix('Value error, ')}") from None
+
+
+def _inherited(parameters: Mapping[str, Any], algorithm: Any, source: TaskSource) -> dict[str, Any]:
+    """Return the ``parameters`` of ``algorithm`` that the loss or the advantage of the source's rule takes too."""
+    loss, advantage = (source.algorithm.get(key, getattr(algorithm, key)) for key in ("loss", "advantage"))
+    taken_names = {*PARAMETERS.get(loss, ()), *PARAMETERS.get(advantage, ())}
+    if ":" in loss and loss == algorithm.loss:  # the user's takes any
+        taken_names |= {*parameters}.difference(PARAMETERS.get(algorithm.advantage, ()))
+    return {name: value for name, value in parameters.items() if name in taken_names}
 
 
 def stream_rules(rules: Rules[Any], demonstrations: DemonstrationsConfig) -> tuple[StreamRule, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from headway.records.environment import LEFT_OUT
@@ -18,25 +19,25 @@ _LEFT_OUT = re.compile(re.escape(LEFT_OUT).replace(r"\{count\}", r"\d+"))
 
 def observed_runs(
     tokenizer: Tokenizer,
-    messages: Iterable[Message],
+    messages: Sequence[Message],
+    render: Callable[[Sequence[Message]], str],
     text: str,
     prior_id: int | None,
     ids: TokenIds,
     secrets: Sequence[str] = (),
 ) -> Runs:
     """Return the runs of ``ids`` that lie within the contents of the tools' ``messages``, as the template wrote them to
-    ``text``; ``ids`` is that text, behind the token ``prior_id``.
+    ``text``; ``ids`` is that text, behind the token ``prior_id``. ``render`` writes messages in the place of these, and
+    what stands before them: where a content stands is read from such a text with a mark in its place.
 
     Left out are the note in place of what was cut, ``secrets``, special tokens, such as those of pictures, and tokens
     that cross the border of a content. A content that the template writes otherwise (escaped, say) has none, and so has
     a text that the tokenizer splits otherwise when it reports characters."""
-    spans, position = list[tuple[int, int]](), 0
-    for message in messages:
-        content = message.content.strip() if message.role == "tool" else ""
-        start = text.find(content, position) if content else -1
-        if start >= 0:
-            position = start + len(content)
-            spans += _without(content, start, secrets)
+    contents = [message.content if message.role == "tool" else "" for message in messages]
+    if not any(contents):
+        return ()
+    starts = _content_starts(contents, text, lambda marks: render(_marked(messages, marks)))
+    spans = [span for start, content in starts for span in _without(content, start, secrets)]
     if not spans:
         return ()
     encoded_ids, token_spans = tokenizer.encode_with_spans(text, prior_id)
@@ -48,6 +49,31 @@ def observed_runs(
         if encoded_ids[index] not in tokenizer.special_ids and any(a <= first < end <= b for a, b in spans)
     ]
     return runs_of(observed)
+
+
+def _marked(messages: Sequence[Message], marks: Sequence[str]) -> list[Message]:
+    pairs = zip(messages, marks, strict=True)
+    return [replace(message, content=mark) if mark else message for message, mark in pairs]
+
+
+def _content_starts(
+    contents: Sequence[str], text: str, render: Callable[[Sequence[str]], str]
+) -> list[tuple[int, str]]:
+    """Where in ``text`` each of ``contents`` begins that isn't empty, from the last one on, until one that the template
+    writes otherwise. Templates may leave out white space around a content."""
+    label = next(label for number in range(len(text) + 1) if (label := f"Content{number}of") not in text)
+    marks = [content and f"{label}{index}." for index, content in enumerate(contents)]
+    rest, end, starts = render(marks), len(text), list[tuple[int, str]]()
+    for content, mark in reversed([(content, mark) for content, mark in zip(contents, marks, strict=True) if mark]):
+        rest, separator, tail = rest.rpartition(mark)
+        end -= len(tail)
+        forms = (content, content.strip(), content.rstrip(), content.lstrip())
+        written = next((form for form in forms if form and text.endswith(form + tail, 0, end + len(tail))), "")
+        if not separator or not written:
+            break
+        end -= len(written)
+        starts.append((end, written))
+    return starts
 
 
 def runs_of(indices: Sequence[int]) -> Runs:

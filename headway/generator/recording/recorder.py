@@ -217,10 +217,17 @@ class Recorder:
         """The runs of a continuing prompt's tokens that tools' answers became."""
         parent = plan.parent
         assert parent is not None
+        earlier_messages = self._restored(request.messages, plan.keys)[: parent.messages]
+
+        def render(messages: Sequence[Message]) -> str:
+            return self.chat.prompt(
+                (*earlier_messages, *messages), request.tools, request.variables, continues=request.continues
+            )
+
         end_offset = self.chat.answer_end(parent.answer, plan.text, 0, tools=request.tools) or 0
         new_messages, prior_id = request.messages[parent.messages :], parent.answer.ids[-1]
         new_text, tokenizer = plan.text[end_offset:], self.chat.tokenizer
-        return observed_runs(tokenizer, new_messages, new_text, prior_id, plan.context_ids, self._secrets)
+        return observed_runs(tokenizer, new_messages, render, new_text, prior_id, plan.context_ids, self._secrets)
 
     def _find_parent(self, request: CallRequest, keys: list[bytes]) -> tuple[RecordedTurn | None, str, TokenIds, Cause]:
         """Return (the answer that a request continues, text and token ids of its prompt after it, cause)."""

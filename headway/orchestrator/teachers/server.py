@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +15,7 @@ from headway.records.errors import ConfigurationError
 from headway.records.generation import PromptLogprobs
 from headway.records.tokens import TokenIds
 from headway.rollout.chat_model import ModelEndpoint, ModelFailed, RequestCosts, Retry, api_key
+from headway.rollout.single_thread_executor import SingleThreadExecutor
 
 Entry = tuple[float, Sequence[tuple[int, float]]]  # log-probability of a token, and the likeliest ids with theirs
 
@@ -30,7 +30,7 @@ class ServedTeacher:
         """Raises ConfigurationError if the API key's environment variable isn't set."""
         self.called, self._settings = f"teacher {name}", settings
         self._key = api_key(settings.api_key_env, f"teachers.{name}.address.api_key_env")
-        self._executor = ThreadPoolExecutor(settings.concurrency, f"teacher-{name}")
+        self._permits = asyncio.Semaphore(settings.concurrency)
         self._dialect: _Dialect = _headway
         self._model = settings.model
         self.cost = 0.0  # of this process's requests, in the currency of the price
@@ -64,7 +64,7 @@ class ServedTeacher:
         def checked(answer: object) -> PromptLogprobs:
             try:
                 scores = _scores(read(cast("Any", answer)), ids, top)
-            except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 raise Retry(f"{self.called}'s answer can't be read: {type(error).__name__}: {error}") from None
             if reason := score_fault(scores, ids.array, scored, top):
                 raise Retry(f"{self.called} answered {reason}")
@@ -87,12 +87,15 @@ class ServedTeacher:
             retries=settings.retries,
             retry_s=settings.retry_s,
         )
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, endpoint.call, body, read, spent or RequestCosts())
+        async with self._permits:
+            executor = SingleThreadExecutor(self.called)  # whose thread doesn't hold up the end of the process
+            try:
+                return await executor.run(endpoint.call, body, read, spent or RequestCosts())
+            finally:
+                executor.end()
 
     async def close(self) -> None:
-        """End its threads as soon as their requests end."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Nothing is open."""
 
 
 def _models(answer: object) -> list[dict[str, Any]]:

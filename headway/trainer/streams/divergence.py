@@ -31,7 +31,7 @@ DivergenceKind = Literal["forward", "reverse", "jensen_shannon"]
 
 CHUNK_LOGITS = 1 << 24  # of one model in a chunk; some six copies exist at once
 _LEAST_REST = math.log(1e-7)  # of the teacher's mass behind its k likeliest tokens: beyond it float32 sums are noise
-_EXCLUDED = -1e30  # logit of an id outside of a kept set: its probability is 0, and differences stay finite
+EXCLUDED = -1e30  # logit of an id that can't be: its probability is 0, and differences stay finite
 
 
 class Divergence(NamedTuple):
@@ -46,6 +46,7 @@ class TopLogprobs(NamedTuple):
 
     ids_mk: Tensor  # int64
     logprobs_mk: Tensor
+    padded: bool = False  # some ids are only the teacher's: the policy's vocabulary stands for each, at `EXCLUDED`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ def token_divergences(
         chunk = slice(first, first + len(hidden_cd))
         outside_cv = None if kept is None else kept.outside(chunk.start, chunk.stop)[:, :vocabulary]
         if isinstance(teacher, TopLogprobs):
-            target = _stored_target(TopLogprobs(teacher.ids_mk[chunk], teacher.logprobs_mk[chunk]), vocabulary)
+            target = _stored_target(teacher.ids_mk[chunk], teacher.logprobs_mk[chunk], vocabulary)
         else:
             with torch.no_grad():
                 logits_cv = teacher.model.head(teacher.hidden_md[chunk])[:, :vocabulary]
@@ -86,6 +87,8 @@ def token_divergences(
         logits_cv = model.head(hidden_cd)
         if logits_cv.shape[1] > vocabulary:
             logits_cv = logits_cv[:, :vocabulary]
+        if isinstance(teacher, TopLogprobs) and teacher.padded:
+            logits_cv = torch.nn.functional.pad(logits_cv, (0, 1), value=EXCLUDED)
         outputs: Any = _Divergence.apply(_masked(logits_cv, outside_cv), target, kind, temperature)
         return outputs
 
@@ -103,7 +106,7 @@ class _Target(NamedTuple):
 
 
 def _masked(logits_cv: Tensor, outside_cv: Tensor | None) -> Tensor:
-    return logits_cv if outside_cv is None else logits_cv.masked_fill(outside_cv, _EXCLUDED)
+    return logits_cv if outside_cv is None else logits_cv.masked_fill(outside_cv, EXCLUDED)
 
 
 def _logprobs(logits_cv: Tensor, temperature: float) -> Tensor:
@@ -119,17 +122,17 @@ def _bins(logprobs_cv: Tensor, ids_ck: Tensor | None) -> Tensor:
     named_ck = logprobs_cv.gather(1, ids_ck)
     if ids_ck.shape[1] == logprobs_cv.shape[1]:
         return named_ck
-    rest_c1 = torch.logsumexp(logprobs_cv.scatter(1, ids_ck, _EXCLUDED), dim=1, keepdim=True)
+    rest_c1 = torch.logsumexp(logprobs_cv.scatter(1, ids_ck, EXCLUDED), dim=1, keepdim=True)
     return torch.cat([named_ck, rest_c1], dim=1)
 
 
-def _stored_target(top: TopLogprobs, vocabulary: int) -> _Target:
+def _stored_target(ids_ck: Tensor, logprobs_ck: Tensor, vocabulary: int) -> _Target:
     """The bins of likeliest tokens; the rest is the mass that they leave."""
-    if top.ids_mk.shape[1] == vocabulary:
-        return _Target(top.ids_mk, top.logprobs_mk)
-    sum_c1 = torch.logsumexp(top.logprobs_mk.double(), dim=1, keepdim=True).clamp(max=-1e-15)
+    if ids_ck.shape[1] == vocabulary:
+        return _Target(ids_ck, logprobs_ck)
+    sum_c1 = torch.logsumexp(logprobs_ck.double(), dim=1, keepdim=True).clamp(max=-1e-15)
     rest_c1 = torch.log(-torch.expm1(sum_c1)).clamp(min=_LEAST_REST)
-    return _Target(top.ids_mk, torch.cat([top.logprobs_mk, rest_c1.to(top.logprobs_mk)], dim=1))
+    return _Target(ids_ck, torch.cat([logprobs_ck, rest_c1.to(logprobs_ck)], dim=1))
 
 
 def _computed_target(logits_cv: Tensor, top_k: int | None, temperature: float) -> _Target:

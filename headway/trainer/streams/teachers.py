@@ -22,6 +22,7 @@ from headway.algorithms.samples import (
     IntArray,
     MicroBatchArrays,
     SampleArrays,
+    prefix_tree,
     sequence_of_token,
     slice_micro_batch,
 )
@@ -31,7 +32,14 @@ from headway.config.schema import Experiment
 from headway.models.packed_model import PackedModel
 from headway.records.tokens import CONTEXT, KEPT, TokenRows
 from headway.trainer.kept_sets import MicroBatchSets
-from headway.trainer.streams.divergence import Divergence, DivergenceKind, TeacherHidden, TopLogprobs, token_divergences
+from headway.trainer.streams.divergence import (
+    EXCLUDED,
+    Divergence,
+    DivergenceKind,
+    TeacherHidden,
+    TopLogprobs,
+    token_divergences,
+)
 
 KeptOf = Callable[[IntArray], MicroBatchSets | None]  # of scored tokens, by their position among these
 
@@ -41,6 +49,9 @@ class TeacherHost(Protocol):
 
     model: PackedModel
     device: torch.device
+
+    @property
+    def shares_prefixes(self) -> bool: ...
 
     def open_frozen(self, model_path: str) -> PackedModel: ...
 
@@ -75,7 +86,7 @@ def divergence_of(
         rows_j, places_j = (torch.from_numpy(indices).to(hidden_md.device) for indices in (rows, places))
         teacher = tokens.teacher
         if isinstance(teacher, TopLogprobs):
-            teacher = TopLogprobs(teacher.ids_mk[places_j], teacher.logprobs_mk[places_j])
+            teacher = teacher._replace(ids_mk=teacher.ids_mk[places_j], logprobs_mk=teacher.logprobs_mk[places_j])
         else:
             teacher = replace(teacher, hidden_md=teacher.hidden_md[places_j])
         kept, own_hidden_jd = kept_of(own_m[rows]), hidden_md.index_select(0, rows_j)
@@ -105,7 +116,8 @@ class Teachers:
             for name, teacher in self._settings.items()
             if not teacher.scores
         }
-        self._contexts: tuple[SampleArrays, SampleArrays] | None = None  # a batch, and it with contexts
+        self._shares_prefixes = experiment.trainer.shared_prefix
+        self._contexts: tuple[SampleArrays, SampleArrays] | None = None  # a batch, and it as teachers read it
 
     def taught(self, batch: MicroBatchArrays, arrays: SampleArrays) -> list[TaughtTokens]:
         """The taught tokens of a micro-batch by teacher, except by "sampled". Every rank gets as many. Raises
@@ -121,9 +133,7 @@ class Teachers:
                     model=model, hidden_md=hidden_jd, top_k=settings.top_k
                 )
             else:
-                scores, device = read_scores(arrays.token_rows, batch.targets_m[positions_j]), self._learner.device
-                ids_jk = torch.from_numpy(scores.top_ids[:, : settings.top_k].astype(np.int64)).to(device)
-                teacher = TopLogprobs(ids_jk, torch.from_numpy(scores.top_logprobs[:, : settings.top_k]).to(device))
+                teacher = self._likeliest(arrays, batch.targets_m[positions_j], settings.top_k)
             kind: Any = settings.divergence
             taught.append(TaughtTokens(positions_j=positions_j, teacher=teacher, kind=kind))
         return taught
@@ -174,21 +184,39 @@ class Teachers:
             self._contexts = arrays, with_contexts(arrays)
         return self._contexts[1]
 
+    def _likeliest(self, arrays: SampleArrays, idx_j: IntArray, top_k: int | None) -> TopLogprobs:
+        """The stored likeliest tokens; what a teacher gives to rows of padding counts in the rest."""
+        scores, vocabulary = read_scores(arrays.token_rows, idx_j), self._learner.model.config.vocabulary_size
+        ids_jk, logprobs_jk = scores.top_ids[:, :top_k].astype(np.int64), scores.top_logprobs[:, :top_k]
+        if padded := bool((is_padding_jk := ids_jk >= vocabulary).any()):
+            ids_jk, logprobs_jk = (
+                np.minimum(ids_jk, vocabulary),
+                np.where(is_padding_jk, np.float32(EXCLUDED), logprobs_jk),
+            )
+        ids, logprobs = (torch.from_numpy(array).to(self._learner.device) for array in (ids_jk, logprobs_jk))
+        return TopLogprobs(ids, logprobs, padded)
+
     def _hidden(
         self, model: PackedModel, batch: MicroBatchArrays, arrays: SampleArrays, positions_j: IntArray
     ) -> Tensor:
         """Hidden states [J, d] that predict the taught tokens under ``model``, which reads their contexts."""
-        read_arrays, predictors_j = self._as_read(arrays), batch.predictors_m[positions_j]
-        if read_arrays is not arrays or len(positions_j) < len(batch.targets_m):
-            sequences_j = sequence_of_token(arrays)[batch.targets_m[positions_j]]
-            samples = sequences_j[np.sort(np.unique(sequences_j, return_index=True)[1])]
-            batch = slice_micro_batch(read_arrays, samples) if len(samples) else EMPTY_MICRO_BATCH
+        predictors_j = batch.predictors_m[positions_j]
+        if CONTEXT in arrays.token_rows or len(positions_j) < len(batch.targets_m):
+            read_arrays, sequences_j = self._as_read(arrays), sequence_of_token(arrays)[batch.targets_m[positions_j]]
+            samples, batch = sequences_j[np.sort(np.unique(sequences_j, return_index=True)[1])], EMPTY_MICRO_BATCH
+            if len(samples):
+                sharing = self._shares_prefixes and self._learner.shares_prefixes
+                tree = prefix_tree(read_arrays, samples, with_rows=False) if sharing else None
+                batch = slice_micro_batch(read_arrays, samples, tree)
             predictors_j = batch.predictors_m
         return self._learner.hidden_states(model, batch, predictors_j)
 
 
 def with_contexts(arrays: SampleArrays) -> SampleArrays:
-    """The sequences with what a teacher reads in the place of their prompts; ``arrays`` if it reads the prompts."""
+    """The sequences with what a teacher reads in the place of their prompts, and sampled tokens alone to score;
+    ``arrays`` if nothing differs."""
+    if arrays.imitated_n is not None:
+        arrays = replace(arrays, imitated_n=None, rollout_imitated_s=None)
     if (rows := arrays.token_rows.get(CONTEXT)) is None:
         return arrays
     starts_s, is_prompt_n = arrays.starts_s, arrays.versions_n == PROMPT_VERSION

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headway.config.external_models import TeacherConfig
-from headway.config.load import validate_experiment
+from headway.config.load import require_resumable, validate_experiment
 from headway.config.objective.rules import stream_rules
 from headway.records.errors import ConfigurationError
 
@@ -94,6 +94,55 @@ def test_a_source_may_have_a_teacher_of_its_own() -> None:
     made = experiment({}, {"teacher": ""}, tasks={"train": sources})
     assert [made.rules.of(name).teacher for name in ("a.jsonl", "b.jsonl")] == ["", "big"]
     assert list(made.used_teachers) == ["big"]
+
+
+def test_a_rule_keeps_the_parameters_that_its_loss_and_advantage_take() -> None:
+    def parameters(rule: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
+        sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "algorithm": source}]
+        made = experiment({}, rule, tasks={"train": sources}, rollout={"group_size": 8})
+        algorithm = made.rules.of("b.jsonl")
+        return algorithm.parameters.taken_by(algorithm.loss, algorithm.advantage)
+
+    dppo = {"loss": "dppo", "advantage": "pass_at_k", "parameters": {"divergence": "kl", "k": 3}}
+    limit = {"divergence_limit": 0.15}
+    assert parameters(dppo, {"advantage": "leave_one_out"}) == {"divergence": "kl"} | limit
+    assert parameters(dppo, {"loss": "reinforce"}) == {"k": 3}
+    assert parameters(dppo, {"loss": "dppo"}) == {"divergence": "kl", "k": 3} | limit
+    assert parameters(dppo, {"loss": "dppo", "parameters": {"k": 4}}) == {"divergence": "tv", "k": 4} | limit
+    own = {"loss": "losses:mine", "advantage": "pass_at_k", "parameters": {"zeta": 2, "k": 3}}
+    assert parameters(own, {"advantage": "leave_one_out"}) == {"zeta": 2}
+    assert parameters(own, {"loss": "losses:other"}) == {"k": 3}
+
+
+def test_a_resumed_run_keeps_its_teachers_place() -> None:
+    inside, replicas, served = (
+        experiment({"top_k": 4}),
+        experiment({"top_k": 4, "devices": ["cpu:0"]}),
+        experiment(SERVED),
+    )
+    for stored, requested in ((inside, replicas), (replicas, inside)):
+        with pytest.raises(ConfigurationError, match=r"the place of teachers\.big: '(in|outside of) the trainer' -> "):
+            require_resumable(stored, requested)
+    require_resumable(served, experiment(SERVED | {"address": "http://gpu8:8000"}))
+    require_resumable(replicas, experiment({"top_k": 4, "devices": ["cpu:1"]}))
+
+
+def test_demonstrations_need_data_and_whole_batches() -> None:
+    with pytest.raises(ConfigurationError, match=r"per_step = 4, coefficient = 1 without data"):
+        experiment(demonstrations={"per_step": 4})
+    agents = {"environment": {"name": "agents:solve"}, "model": {"path": "models/small", "template": "chat"}}
+    with pytest.raises(ConfigurationError, match=r"groups_per_part = 1 .* whose demonstrations are of all of it"):
+        validate_experiment(
+            {
+                "run": {"directory": "run"},
+                "tasks": {"train": [{"path": "tasks.jsonl"}]},
+                "algorithm": {"policy_coefficient": 0.0, "environment_coefficient": 0.1},
+                "demonstrations": {"data": "rows.jsonl"},
+                "queue": {"groups_per_part": 1},
+                **agents,
+            },
+            "test",
+        )
 
 
 def test_a_context_names_what_a_task_lacks() -> None:

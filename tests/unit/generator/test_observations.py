@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,16 @@ def test_equal_answers_are_each_found() -> None:
     assert observed_text(*played("ok then", "ok then")) == ["ok then", "ok then"]
 
 
+@pytest.mark.parametrize("kind", ["qwen2.5", "qwen3"])
+def test_an_answer_that_the_template_has_too_is_found_in_its_own_place(kind: str) -> None:
+    record, tokenizer = played("user", "tool_response", kind=kind)
+    (branch,) = record.close().branches
+    ids = branch.response_ids
+    for (first, stop), content in zip(branch.observations, ("user", "tool_response"), strict=True):
+        assert tokenizer.decode(ids[first:stop]) == content
+        assert tokenizer.decode(ids[:first], keep_special=True).endswith("<tool_response>\n")
+
+
 def test_nothing_is_recorded_where_no_rule_asks_for_it() -> None:
     record, _ = played("two files", observes=False)
     (branch,) = record.close().branches
@@ -77,8 +89,12 @@ def test_the_users_messages_and_an_escaped_answer_have_none() -> None:
     text = '<tool_response>\n{"out": "a\\nb"}\n</tool_response>'
     ids = TokenIds(tokenizer.encode(text))
     user, tool = Message(role="user", content="out"), Message(role="tool", content="a\nb")
-    assert observed_runs(tokenizer, [user], text, None, ids) == ()
-    assert observed_runs(tokenizer, [tool], text, None, ids) == ()
+    for message in (user, tool):
+
+        def render(messages: Sequence[Message]) -> str:
+            return f'<tool_response>\n{{"out": {json.dumps(messages[0].content)}}}\n</tool_response>'
+
+        assert observed_runs(tokenizer, [message], render, text, None, ids) == ()
 
 
 @given(st.sets(st.integers(0, 40)))

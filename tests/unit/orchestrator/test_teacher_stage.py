@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,7 @@ FAULTS = {
     "fewer tokens": "ValueError",
     "fewer others": "2 likeliest tokens where 3 were asked for",
     "another order": "was asked for",
+    "huge id": "OverflowError",
 }
 
 
@@ -194,6 +196,23 @@ def test_faults_are_infrastructure_and_named_and_one_is_retried(tmp_path: Path, 
             assert stage.take_statistics() == TeacherStatistics()
 
         in_stage(settings, use)
+
+
+def test_a_request_that_hangs_holds_up_no_process(tmp_path: Path) -> None:
+    """Threads that are no daemons are joined when the interpreter ends."""
+    with teacher_server() as server:
+
+        async def use(stage: TeacherStage) -> None:
+            server.fault = "hang"
+            scoring = asyncio.create_task(stage.score(group(), (rollout(0),)))
+            for _ in range(1000):
+                await asyncio.sleep(0 if server.requests > 1 else 0.01)  # the first is the start's probe
+            scoring.cancel()
+
+        in_stage(experiment(tmp_path, {"url": server.url, "timeout_s": 1.0}), use)
+        teachers = [thread for thread in threading.enumerate() if thread.name.startswith("teacher")]
+        assert teachers
+        assert all(thread.daemon for thread in teachers)
 
 
 def test_another_model_after_a_restart_is_noticed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from headway.algorithms.samples import build_arrays
 from headway.algorithms.teacher_scores import score_rows
 from headway.config.load import validate_experiment
 from headway.models.decoder import Decoder
+from headway.models.loading import load_model
 from headway.records.generation import PromptLogprobs
 from headway.records.rollout import Rollout
-from headway.records.tokens import CONTEXT, TEACHER, TokenRows
-from headway.records.training import TrainBatch
+from headway.records.tokens import CONTEXT, TEACHER, RowLengths, TokenIds, TokenMask, TokenRows
+from headway.records.training import DrawnDemonstration, TrainBatch
 from headway.trainer.service import TrainerService
 from headway.trainer.streams.teachers import with_contexts
 
@@ -127,6 +129,26 @@ def test_stored_scores_give_the_gradient_of_the_teacher_in_the_trainer(folder: P
         gradient(storing, build_arrays(batch))
 
 
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jensen_shannon"])
+def test_padding_among_the_likeliest_counts_in_the_rest(folder: Path, divergence: str) -> None:
+    batch, teacher = make_batch(6), make_model(folder / f"padded-{divergence}", seed=1, width=24)
+
+    def padded(rollout: Rollout) -> Rollout:
+        """Beside its two likeliest tokens two that only the teacher has: one of them between these."""
+        rows, table = rollout.token_rows[TEACHER], np.array(rollout.token_rows[TEACHER].values).reshape(-1, 5)
+        small = np.full(len(table), -50.0, np.float32).view(np.uint32)
+        pad = [np.full(len(table), VOCABULARY + i, np.uint32) for i in (0, 7)]
+        columns = [table[:, 0], table[:, 1], pad[0], table[:, 2], pad[1], table[:, 3], table[:, 4], table[:, 4], small]
+        lengths = np.where(np.array(rows.lengths) > 0, 9, 0)
+        wide = TokenRows(RowLengths(lengths), TokenRows.of(np.stack(columns, 1), 4).data, 4)
+        return msgspec.structs.replace(rollout, token_rows={TEACHER: wide})
+
+    stored = scored(batch, load_model(teacher), 2)
+    settings = {"divergence": divergence, "devices": ["cpu:0"]}
+    expected = gradient(service(folder, settings | {"top_k": 2}), build_arrays(stored))
+    close(gradient(service(folder, settings | {"top_k": 4}), build_arrays(changed(stored, padded))), expected)
+
+
 @pytest.mark.parametrize("policy_coefficient", [0.0, 0.5])
 def test_log_probabilities_of_sampled_tokens_are_added_to_advantages(folder: Path, policy_coefficient: float) -> None:
     batch = make_batch(7)
@@ -180,6 +202,26 @@ def test_a_teacher_reads_its_context_in_the_prompts_place(folder: Path) -> None:
     for teacher in ({}, {"path": "self"}):
         trainer = service(folder, teacher)
         close(gradient(trainer, build_arrays(batch)), defined(trainer, batch, CONTEXTS), 2e-5)
+
+
+def test_a_teacher_reads_sampled_tokens_alone_beside_imitated_ones(folder: Path) -> None:
+    def observed(rollout: Rollout) -> Rollout:
+        mask = [bool(m) and not 1 <= i < 3 for i, m in enumerate(rollout.response_mask)]
+        runs = ((1, 3),) if len(mask) > 3 else ()
+        return msgspec.structs.replace(rollout, response_mask=TokenMask(mask), observations=runs)
+
+    learned = TokenMask([False, False, True, True, True])
+    demonstrations = (DrawnDemonstration(row=0, ids=TokenIds((1, 2, 3, 4, 5)), learned=learned),)
+    for divergence, context in itertools.product(("reverse", "sampled"), ("", "hint")):
+        batch = changed(make_batch(12), observed)
+        batch = in_context(batch) if context else batch
+        samples = tuple(msgspec.structs.replace(sample, imitates=True) for sample in batch.samples)
+        teacher = {"divergence": divergence, "context": context}
+        plain, imitates = service(folder, teacher), {"demonstrations": {"data": "rows.jsonl", "coefficient": 1e-9}}
+        both = service(folder, teacher, **imitates)
+        arrays = build_arrays(TrainBatch(step=0, samples=samples, demonstrations=demonstrations))
+        assert arrays.imitated_n is not None
+        close(gradient(both, arrays), gradient(plain, build_arrays(batch)))
 
 
 def test_contexts_take_the_prompts_place_token_by_token() -> None:
