@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from headway.generator.activity import Activity, ActivitySpan, StepLog
-from headway.generator.engines.prompt_pass import PromptPass
+from headway.generator.engines.engine import Prompt
 from headway.generator.engines.select import EngineSettings, build_engine
 from headway.records.errors import ConfigurationError
 from headway.records.execution import MemoryMove
@@ -66,7 +66,7 @@ class GeneratorService:
         self._ready_since_s: float | None = None
         self._fetcher = ThreadPoolExecutor(1, "fetch")
         self._update: _Update | None = None
-        self._prompts: list[tuple[PromptPass, Future[PromptLogprobs]]] = []  # oldest first
+        self._prompts: list[tuple[Prompt, Future[PromptLogprobs]]] = []  # oldest first
 
     def submit(self, requests: bytes) -> None:
         """Queue requests (MessagePack of ``list[GenerationRequest]``)."""

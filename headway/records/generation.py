@@ -252,6 +252,22 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     top_ids: np.ndarray  # [L, K] int32: the K likeliest tokens in each one's place, likeliest first; -1 for the first
     top_logprobs: np.ndarray  # [L, K] float32; NaN for the first
 
+    @classmethod
+    def unscored(cls, version: int, tokens: int, top: int) -> PromptLogprobs:
+        """Make arrays of ``tokens`` tokens, with ``top`` others each, to be filled in: as the first token's are."""
+        top_ids, top_logprobs = np.full((tokens, top), -1, np.int32), np.full((tokens, top), np.nan, np.float32)
+        logprobs = np.full(tokens, np.nan, np.float32)
+        return cls(version=version, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
+
+    def fill(self, position: int, logprob: float, likeliest: Sequence[tuple[int, float]]) -> None:
+        """Set a token's log-probability, and the likeliest ids with theirs. Raises ValueError for fewer than K."""
+        count = self.top_ids.shape[1]
+        if len(likeliest) < count:
+            raise ValueError(f"{len(likeliest)} likeliest tokens where {count} were asked for")
+        self.logprobs[position] = logprob
+        for rank, (token, top_logprob) in enumerate(likeliest[:count]):
+            self.top_ids[position, rank], self.top_logprobs[position, rank] = token, top_logprob
+
 
 def probe_ids(seed: int, vocabulary: int, context_tokens: int) -> tuple[int, ...]:
     """Return random token ids, equal for equal arguments on every machine; the context has room for one more."""

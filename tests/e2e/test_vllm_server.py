@@ -17,6 +17,7 @@ from headway.generator.engines.vllm.server_client import VllmServer
 from headway.models.loading import weights_of
 from headway.records.errors import ConfigurationError, WeightsMismatch
 from headway.records.generation import GenerationRequest
+from headway.records.tokens import TokenIds
 from tests.conformance import engine as conformance
 from tests.conformance.reference import forced_logprobs, replayed_logprobs
 
@@ -175,6 +176,27 @@ def test_one_that_samples_from_anothers_weights(make: Any) -> None:
     while second.open_requests:
         second.step()
     assert [one.finish_reason for one in second.take_deltas() if one.finish_reason] == ["length"]
+
+
+def test_prompts_beside_requests_and_across_updates(make: Any) -> None:
+    engine, ids = make(max_context_tokens=LONGEST_TOKENS), TokenIds([1 + i * 7 % 30 for i in range(LONGEST_TOKENS - 1)])
+    session = conformance.Session(engine)
+    session.submit(*(conformance.request(name, max_tokens=40) for name in "abc"))
+    session.step(4)
+    for version in (0, 1):
+        scores = engine.prompt_pass(ids, 20).advance()
+        assert scores.version == version
+        assert scores.top_ids.shape == (len(ids), 20)
+        expected_logprobs = forced_logprobs(model_of(version), ids[:1], ids[1:], 1.0)
+        assert (torch.from_numpy(scores.logprobs[1:]) - expected_logprobs).abs().max() <= 1e-4
+        assert (scores.top_logprobs[1:, 0] >= scores.logprobs[1:]).all()
+        session.update(1, "keep")
+    assert {len(result.response.ids) for result in session.run().values()} == {40}
+    with pytest.raises(ConfigurationError, match=r"prompt: HTTP 400: .*prompt logprobs of 30.* max allowed: 20"):
+        engine.prompt_pass(ids, 30).advance()
+    make()
+    with pytest.raises(SystemExit, match=r"computes with weights '.*:0', which this run did not publish"):
+        engine.prompt_pass(ids).advance()
 
 
 # --- probes -----------------------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from headway.generator.engines.grammars import CompilingGrammars
-from headway.generator.engines.prompt_pass import PromptPass, require_prompt
+from headway.generator.engines.prompt_pass import require_prompt
 from headway.generator.engines.requests import EngineRequest, refusal
-from headway.records.errors import ConfigurationError
 from headway.records.execution import MemoryMove
 from headway.records.generation import (
     AppliedWeights,
@@ -20,6 +19,7 @@ from headway.records.generation import (
     GenerationRequest,
     Probe,
     ProbeScores,
+    PromptLogprobs,
     PublishedWeights,
     TokenDelta,
     UpdateMode,
@@ -47,6 +47,14 @@ class Memory(Protocol):
 
     def onload(self) -> MemoryMove:
         """Undo `offload`; no-op while not offloaded."""
+        ...
+
+
+class Prompt(Protocol):
+    """Given tokens whose log-probabilities an engine computes."""
+
+    def advance(self) -> PromptLogprobs | None:
+        """Compute a part, once between two steps; returns the log-probabilities after the last one."""
         ...
 
 
@@ -110,14 +118,15 @@ class Engine(ABC, Generic[Entry]):
     def score(self, probe: Probe) -> ProbeScores:
         """Score ``probe`` with the newest weights (the trained adapter's, where there is one), beside all requests."""
 
-    def prompt_pass(self, ids: TokenIds, top: int = 0, adapter: str = "") -> PromptPass:
+    def prompt_pass(self, ids: TokenIds, top: int = 0, adapter: str = "") -> Prompt:
         """Begin to compute the log-probabilities of ``ids``, and of the ``top`` likeliest tokens in each one's place,
         by the newest weights (``adapter``: its name, "" for the run's or none). Raises ConfigurationError."""
         require_prompt(ids, top, self.context_tokens, self._vocabulary)
         return self._prompt_pass(ids, top, adapter)
 
-    def _prompt_pass(self, ids: TokenIds, top: int, adapter: str) -> PromptPass:
-        raise ConfigurationError(f"prompt: {type(self).__name__} computes no log-probabilities of given tokens")
+    @abstractmethod
+    def _prompt_pass(self, ids: TokenIds, top: int, adapter: str) -> Prompt:
+        """Begin the prompt, which is one that engines can compute."""
 
     @abstractmethod
     def statistics(self) -> EngineStatistics:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from headway.config.engines import VLLM_CPU_HEAD_SIZES, cpu_refusal
 from headway.config.external_models import SELF, TeacherConfig
 from headway.config.model import ModelConfig
 from headway.config.schema import Experiment
+from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import read_config
+from headway.orchestrator.teachers.replicas import teacher_experiment
 from headway.orchestrator.teachers.stage import context_ids
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
@@ -23,6 +26,8 @@ def require_teachers(experiment: Experiment, tokenizer: Tokenizer, tasks: Iterab
     tasks = list(tasks)
     for name, teacher in experiment.used_teachers.items():
         key = f"teachers.{name}"
+        if teacher.path != SELF:
+            _require_computable(key, teacher, experiment)
         if teacher.path not in (SELF, experiment.model.path):
             _require_same_tokens(key, teacher, experiment, tokenizer)
         taught_tasks = [task for task in tasks if experiment.rules.of(task.source).teacher == name]
@@ -35,9 +40,23 @@ def require_teachers(experiment: Experiment, tokenizer: Tokenizer, tasks: Iterab
                 raise ConfigurationError(f"{key}: task {task.task_id} has pictures, which teachers don't read")
 
 
-def _require_same_tokens(key: str, teacher: TeacherConfig, experiment: Experiment, tokenizer: Tokenizer) -> None:
+def _require_computable(key: str, teacher: TeacherConfig, experiment: Experiment) -> None:
     if not Path(teacher.path).is_dir():
         raise ConfigurationError(f"{key}.path = {teacher.path!r}: valid: the folder of a model, or 'self'")
+    reader = teacher_experiment(experiment, teacher) if teacher.devices else experiment
+    model, settings = read_config(ModelConfig(path=teacher.path)), reader.generator
+    if model.max_positions < reader.max_sequence_tokens:
+        suffix = "" if reader.max_sequence_tokens == experiment.max_sequence_tokens else ", and one more for vLLM"
+        raise ConfigurationError(
+            f"{key}.path = {teacher.path!r} reads {model.max_positions} tokens, and rollouts have up to "
+            f"{experiment.max_sequence_tokens} (rollout.max_prompt_tokens and max_response_tokens){suffix}"
+        )
+    head_dim = model.head_dim if isinstance(model, DecoderConfig) else VLLM_CPU_HEAD_SIZES[0]
+    if teacher.devices and (refusal := cpu_refusal(settings.engine, settings.devices, head_dim, adapted_mixture=False)):
+        raise ConfigurationError(f"{key}.devices = {list(teacher.devices)} with generator.engine = {refusal}")
+
+
+def _require_same_tokens(key: str, teacher: TeacherConfig, experiment: Experiment, tokenizer: Tokenizer) -> None:
     theirs = Tokenizer.load(teacher.path, chat=experiment.uses_chat, arguments=experiment.model.chat_template_kwargs)
     for token_id in range(tokenizer.vocabulary_size):
         text, other_text = tokenizer.token(token_id), theirs.token(token_id)
@@ -59,9 +78,3 @@ def _require_same_tokens(key: str, teacher: TeacherConfig, experiment: Experimen
                 f"{key}.path = {teacher.path!r} has another template: {tokenizer.decode(ours, keep_special=True)!r} of "
                 f"the model is {theirs.decode(others, keep_special=True)!r} there"
             )
-    longest = read_config(ModelConfig(path=teacher.path)).max_positions
-    if longest < experiment.max_sequence_tokens:
-        raise ConfigurationError(
-            f"{key}.path = {teacher.path!r} reads {longest} tokens, and rollouts have up to "
-            f"{experiment.max_sequence_tokens} (rollout.max_prompt_tokens and max_response_tokens)"
-        )

@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.algorithms.teacher_scores import score_fault
-from headway.config.external_models import TeacherConfig
+from headway.config.engines import starts_vllm
+from headway.config.external_models import MOST_SERVED, TeacherConfig
 from headway.config.model import ModelConfig
 from headway.config.schema import Experiment, GeneratorConfig
 from headway.generator.client import GeneratorPool
 from headway.models.adapter_targets import base_digest
+from headway.models.routing import without_replay
 from headway.records.errors import HeadwayError
 from headway.records.generation import PromptLogprobs
 from headway.records.tokens import TokenIds
@@ -22,17 +24,28 @@ from headway.rollout.chat_model import ModelFailed
 from headway.runtime.clock import Clock
 from headway.runtime.workers import EventCallback, Launcher
 
+_VLLM_PREFILL_TOKENS = 1024  # most in a step, of which vLLM on a CPU computes the logits at once
+
 
 def teacher_experiment(experiment: Experiment, teacher: TeacherConfig) -> Experiment:
     """The experiment as the replicas of ``teacher`` read it: its model, on its devices, with KV memory for one
-    sequence, because prompts are scored one after another."""
-    model, generator, offload = experiment.model, experiment.generator, {"offload": False}
+    sequence, because prompts are scored one after another. They run vLLM where the generator's replicas start it."""
+    model, generator, rollout = experiment.model, experiment.generator, experiment.rollout
     keys: dict[str, Any] = {"template": model.template, "trust_remote_code": model.trust_remote_code}
     settings = {"devices": teacher.devices, "dtype": generator.dtype, "slots": 1, "prefetch_groups": 0}
     settings |= {"prefill_tokens_per_step": generator.prefill_tokens_per_step}
-    return experiment.model_copy(
+    if starts_vllm(generator.engine, generator.devices):
+        ranks = {} if any("cpu:" in name for name in teacher.devices) else generator.engine_arguments
+        arguments = {name: ranks[name] for name in ("tensor_parallel_size",) if name in ranks}
+        arguments["max_logprobs"] = max(MOST_SERVED, teacher.top_k or 0)
+        settings |= {"engine": generator.engine, "engine_arguments": arguments}
+        settings["prefill_tokens_per_step"] = min(_VLLM_PREFILL_TOKENS, generator.prefill_tokens_per_step)
+        # vLLM samples a token after those that it scores.
+        rollout = rollout.model_copy(update={"max_response_tokens": rollout.max_response_tokens + 1})
+    return without_replay(experiment).model_copy(
         update={
-            "run": experiment.run.model_copy(update=offload),
+            "run": experiment.run.model_copy(update={"offload": False}),
+            "rollout": rollout,
             "model": ModelConfig(path=teacher.path, **keys),
             "generator": GeneratorConfig.model_construct(**{**dict(GeneratorConfig()), **settings}),
         }

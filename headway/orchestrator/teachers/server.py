@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headway.algorithms.teacher_scores import score_fault
 from headway.config.external_models import TeacherServer
+from headway.generator.engines.vllm.wire import score_of
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PromptLogprobs
 from headway.records.tokens import TokenIds
@@ -107,19 +108,13 @@ def _models(answer: object) -> list[dict[str, Any]]:
 
 def _scores(entries: Sequence[Entry | None], ids: TokenIds, top: int) -> PromptLogprobs:
     """Scores of ``ids`` from an entry for each; None: it has none. Raises ValueError for a wrong number of entries."""
-    logprobs = np.full(len(ids), np.nan, np.float32)
-    top_ids, top_logprobs = np.full((len(ids), top), -1, np.int32), np.full((len(ids), top), np.nan, np.float32)
+    scores = PromptLogprobs.unscored(0, len(ids), top)
     if len(entries) != len(ids):
         raise ValueError(f"{len(entries)} tokens where {len(ids)} were asked for")
     for position, entry in enumerate(entries):
-        if entry is None:
-            continue
-        logprobs[position], likeliest = entry
-        if len(likeliest) < top:
-            raise ValueError(f"{len(likeliest)} likeliest tokens where {top} were asked for")
-        for place, (token, logprob) in enumerate(likeliest[:top]):
-            top_ids[position, place], top_logprobs[position, place] = token, logprob
-    return PromptLogprobs(version=0, logprobs=logprobs, top_ids=top_ids, top_logprobs=top_logprobs)
+        if entry is not None:
+            scores.fill(position, *entry)
+    return scores
 
 
 Read = Callable[[Any], Sequence[Entry | None]]
@@ -154,19 +149,7 @@ def _vllm(model: str, ids: list[int], top: int) -> tuple[str, dict[str, Any], Re
         rows = answer["choices"][0]["prompt_logprobs"]
         if len(rows) != len(ids):
             raise ValueError(f"{len(rows)} tokens where {len(ids)} were asked for")
-        entries: list[Entry | None] = []
-        for row, token in zip(rows, ids, strict=True):
-            if row is None:
-                entries.append(None)
-                continue
-            if str(token) not in row:
-                raise ValueError(f"token {len(entries)} has no log-probability of {token}, which was asked for")
-            ranked = sorted(
-                row.items(), key=lambda item: item[1]["rank"]
-            )  # the token itself may be behind the likeliest
-            likeliest = [(int(number), float(scored["logprob"])) for number, scored in ranked if scored["rank"] <= top]
-            entries.append((row[str(token)]["logprob"], likeliest))
-        return entries
+        return [None if row is None else score_of(row, token, top) for row, token in zip(rows, ids, strict=True)]
 
     body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
     return "/v1/completions", body, read

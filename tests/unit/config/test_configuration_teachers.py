@@ -38,7 +38,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an address among devices": ({"devices": ["http://gpu7:8000"]}, {}, "set teachers.NAME.address"),
     "no address": ({"address": "gpu7:8000", "top_k": 2}, {}, "valid: http://... or https://..."),
     "an unknown key of an address": ({"address": {"url": "http://a", "retry": 1}, "top_k": 2}, {}, "address"),
-    "temperature": (SERVED, {"rollout": {"temperature": 0.7}}, "not for rollout.temperature = 0.7"),
+    "temperature": (SERVED, {"rollout": {"temperature": 0.7}}, "big with address answers for the whole vocabulary at"),
+    "temperature of a replica": (
+        {"devices": ["cpu:0"], "top_k": 4},
+        {"rollout": {"temperature": 0.7}, "generator": {"engine": "vllm"}},
+        "teachers.big with devices, of generator.engine = 'vllm', answers for the whole vocabulary at temperature 1, "
+        "not for rollout.temperature = 0.7; valid: a teacher without devices and address",
+    ),
     "top_p": (
         SERVED,
         {"rollout": {"top_p": 0.9}, "algorithm": {"teacher": "big", "allow_truncated_sampling": True}},

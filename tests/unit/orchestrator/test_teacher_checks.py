@@ -15,6 +15,7 @@ from headway.models.initialise import initialise_model
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.memory import memory_uses
 from headway.orchestrator.teachers.checks import require_teachers
+from headway.orchestrator.teachers.replicas import teacher_experiment
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.tokens.tokenizer import Tokenizer
@@ -47,12 +48,20 @@ def changed_model(folder: Path, name: str, file: str = "", content: Any = None) 
     return str(path)
 
 
-def check(folder: Path, path: str, task: dict[str, Any] | None = None, model: str = "", **teacher: Any) -> None:
+def check(
+    folder: Path,
+    path: str,
+    task: dict[str, Any] | None = None,
+    model: str = "",
+    generator: dict[str, Any] | None = None,
+    **teacher: Any,
+) -> None:
     raw = {
         "run": {"directory": str(folder / "run")},
         "model": {"path": model or str(folder / "model"), "template": "chat" if model else "raw"},
         "tasks": {"train": [{"path": "tasks.jsonl"}]},
         "rollout": {"max_prompt_tokens": 16, "max_response_tokens": 12},
+        "generator": generator or {},
         "algorithm": {"teacher": "big"},
         "teachers": {"big": {"path": path} | teacher},
     }
@@ -94,6 +103,46 @@ def test_a_teacher_that_reads_too_few_tokens_is_refused(folder: Path) -> None:
         check(folder, short)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
+def test_teachers_that_vllm_cannot_compute_are_refused(folder: Path, engine: str) -> None:
+    replica: dict[str, Any] = {"devices": ["cpu:0"], "top_k": 4, "generator": {"engine": engine}}
+    with pytest.raises(
+        ConfigurationError, match=rf"big.devices .*engine = '{engine}' on a CPU can't compute heads of 16"
+    ):
+        check(folder, str(folder / "model"), **replica)
+    short = changed_model(folder, "short", "config.json", {"max_position_embeddings": 28, "head_dim": 32})
+    with pytest.raises(ConfigurationError, match=r"reads 28 tokens, .* up to 28 \(.*\), and one more for vLLM"):
+        check(folder, short, **replica)
+    check(folder, short, **replica | {"generator": {}})
+
+
+def test_replicas_of_a_teacher_run_what_the_generators_start(folder: Path) -> None:
+    def replicas(devices: str, teacher: dict[str, Any] | None = None, **generator: Any) -> Any:
+        raw = {
+            "run": {"directory": str(folder / "run")},
+            "model": {"path": str(folder / "model")},
+            "tasks": {"train": [{"path": "tasks.jsonl"}]},
+            "generator": {"devices": [devices], "slots": 9} | generator,
+            "algorithm": {"teacher": "big"},
+            "teachers": {"big": {"path": str(folder / "other"), "top_k": 50, "devices": ["cpu:0"]} | (teacher or {})},
+        }
+        experiment = validate_experiment(raw, "test")
+        made = teacher_experiment(experiment, experiment.teachers["big"])
+        assert made.generator.slots == 1
+        assert made.max_sequence_tokens - experiment.max_sequence_tokens == (made.generator.engine != "torch")
+        return made.generator
+
+    assert replicas("cpu:0").engine == "torch"
+    arguments = {"kv_cache_memory_bytes": 1 << 30, "tensor_parallel_size": 2}
+    served = replicas("http://127.0.0.1:8000", engine="vllm-server")
+    assert (served.engine, served.engine_arguments) == ("torch", {})
+    for engine in ("vllm", "vllm-server"):
+        on_cpu = replicas("cuda:0", engine=engine, engine_arguments=arguments)
+        assert (on_cpu.engine, on_cpu.engine_arguments) == (engine, {"max_logprobs": 50})
+        on_gpu = replicas("cuda:0", {"devices": ["cuda:2"], "top_k": 4}, engine=engine, engine_arguments=arguments)
+        assert on_gpu.engine_arguments == {"max_logprobs": 20, "tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("context", "task", "message"),
     [
@@ -107,11 +156,12 @@ def test_contexts_are_tried_on_every_task(folder: Path, context: str, task: dict
 
 
 def test_memory_counts_teachers_in_the_trainer_and_in_replicas(folder: Path) -> None:
-    def parts(**teacher: Any) -> dict[str, dict[str, int]]:
+    def parts(engine: str = "torch", **teacher: Any) -> dict[str, dict[str, int]]:
         raw = {
             "run": {"directory": str(folder / "run")},
             "model": {"path": str(folder / "model")},
             "tasks": {"train": [{"path": "tasks.jsonl"}]},
+            "generator": {"engine": engine},
             "algorithm": {"teacher": "big"},
             "teachers": {"big": {"path": str(folder / "other"), "top_k": 4} | teacher},
         }
@@ -124,3 +174,4 @@ def test_memory_counts_teachers_in_the_trainer_and_in_replicas(folder: Path) -> 
     replicas = parts(devices=["cpu:0", "cpu:1"])
     assert "teacher big" not in replicas["trainer-0"]
     assert replicas["teacher-big-0"]["weights"] == replicas["teacher-big-1"]["weights"] == 4 * size
+    assert parts(devices=["cpu:0"], engine="vllm")["teacher-big-0"]["weights"] == 4 * size

@@ -11,10 +11,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
-
-import numpy as np
 
 from headway.config.auto import VLLM_TEMPERATURES
 from headway.control.logprob_limits import compare
@@ -32,6 +31,7 @@ from headway.records.generation import (
     PathScores,
     Probe,
     ProbeScores,
+    PromptLogprobs,
     PublishedWeights,
     TokenDelta,
     UpdateMode,
@@ -70,6 +70,13 @@ class VllmRequest(EngineRequest):
     @property
     def tokens(self) -> int:
         return super().tokens + len(self.sampled)
+
+
+@dataclass(frozen=True)
+class VllmPrompt:
+    """Given tokens, which vLLM computes in its own chunks, beside its requests: in one ``advance``."""
+
+    advance: Callable[[], PromptLogprobs]
 
 
 class VllmRequests(Engine[VllmRequest]):
@@ -191,10 +198,8 @@ class VllmRequests(Engine[VllmRequest]):
         """Return why vLLM can't serve a request that the torch engine could; "" when it can."""
         params = entry.sampling
         lowest_t, highest_t = VLLM_TEMPERATURES
-        if self._adapters is not None and (unknown_reason := self._adapters.unknown(entry.adapter)):
+        if unknown_reason := self._unknown_adapter(entry.adapter):
             return unknown_reason
-        if self._adapters is None and entry.adapter not in ("", BASE_MODEL):
-            return f"there is no adapter {entry.adapter!r}; registered: none"
         if params.temperature != 0 and not lowest_t <= params.temperature <= highest_t:
             return f"temperature = {params.temperature}: vLLM samples at 0 and from {lowest_t} to {highest_t}"
         if params.kept_sets:
@@ -205,6 +210,12 @@ class VllmRequests(Engine[VllmRequest]):
                 "tokens alone, and those of the full vocabulary are needed; valid: top_p = 1, top_k = 0"
             )
         return ""
+
+    def _unknown_adapter(self, name: str) -> str:
+        """Return why nothing can be computed with the adapter; "" if it can."""
+        if self._adapters is not None:
+            return self._adapters.unknown(name)
+        return "" if name in ("", BASE_MODEL) else f"there is no adapter {name!r}; registered: none"
 
     def _drop(self, entry: VllmRequest) -> None:
         """Abort a request in vLLM whose further tokens aren't needed."""
@@ -307,8 +318,30 @@ class VllmRequests(Engine[VllmRequest]):
         """Remove a LoRA, which no request in vLLM has, from vLLM."""
 
     @abstractmethod
+    def _prompt_logprobs(self, ids: Sequence[int], top: int, revision: VllmRevision | None) -> PromptLogprobs:
+        """Return vLLM's log-probabilities of ``ids``, and of the ``top`` likeliest tokens in each one's place, by its
+        whole path. Raises ConfigurationError for what vLLM refuses, and WeightsMismatch if none come."""
+
     def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
-        """Return vLLM's log-probabilities of ``ids[1:]``, by its whole path. Raises WeightsMismatch if none come."""
+        """Return vLLM's log-probabilities of ``ids[1:]``."""
+        return self._prompt_logprobs(ids, 0, revision).logprobs[1:].tolist()
+
+    def _prompt_pass(self, ids: TokenIds, top: int, adapter: str) -> VllmPrompt:
+        reason = self._unknown_adapter(adapter)
+        if len(ids) == self.context_tokens:
+            reason = f"prompt: {len(ids)} tokens; valid: 1 to {len(ids) - 1}: in vLLM's context one more is sampled"
+        if reason:
+            raise ConfigurationError(reason)
+
+        def advance() -> PromptLogprobs:
+            if self._broken:
+                raise WeightsMismatch(f"{self._name} computes with unknown weights")
+            return self._prompt_logprobs(ids, top, self._newest_revision(adapter))
+
+        return VllmPrompt(advance)
+
+    def _newest_revision(self, adapter: str) -> VllmRevision | None:
+        return None if self._adapters is None else self._adapters.chosen(adapter, None)
 
     @abstractmethod
     def _drained(self) -> AbstractContextManager[object]:
@@ -396,8 +429,7 @@ class VllmRequests(Engine[VllmRequest]):
 
     def score(self, probe: Probe) -> ProbeScores:
         """See `Engine.score`; vLLM computes a prompt's log-probabilities by prefill and shows no hidden states."""
-        revision = None if self._adapters is None else self._adapters.newest.get(POLICY_ADAPTER)
-        logprobs = np.asarray(self._sequence_logprobs(probe.ids, revision), np.float32)
+        logprobs = self._prompt_logprobs(probe.ids, 0, self._newest_revision(POLICY_ADAPTER)).logprobs[1:]
         return ProbeScores(probe=probe, precision=self._precision, paths={"prefill": PathScores(logprobs=logprobs)})
 
     def _probe_due(self, updates: int) -> bool:

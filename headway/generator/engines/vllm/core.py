@@ -45,7 +45,8 @@ class StepOutput(NamedTuple):
     logprobs: list[float]
     version: int
     ended: FinishReason | None
-    prompt_logprobs: list[float] | None  # of every prompt token but the first, if requested
+    prompt_scores: tuple[NDArray[Any], NDArray[Any]] | None  # [L - 1, 1 + K] if requested: the ids of every prompt
+    # token but the first and of the K likeliest ones in its place, and their log-probabilities
     computed_tokens: int  # prompt tokens computed, reported with the first token
     experts: NDArray[Any] | None = None  # [N, layers, K] of the tokens read, the next after those returned before
 
@@ -199,17 +200,21 @@ class VllmCore:
 
         ``ticket``: unique id. ``parameters``: vllm.SamplingParams. ``salt``: equal prompts share KV only under equal
         salts. ``adapter``: what `add_adapter` returned."""
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
 
-        vllm_request = self._engine.input_processor.process_inputs(
-            ticket,
-            tokens_input(list(prompt_ids), cache_salt=salt),
-            parameters,
-            supported_tasks=self._tasks,
-            arrival_time=float(arrival),
-            priority=priority,
-            lora_request=adapter,
-        )
+        try:
+            vllm_request = self._engine.input_processor.process_inputs(
+                ticket,
+                tokens_input(list(prompt_ids), cache_salt=salt),
+                parameters,
+                supported_tasks=self._tasks,
+                arrival_time=float(arrival),
+                priority=priority,
+                lora_request=adapter,
+            )
+        except VLLMClientError as error:
+            raise ValueError(str(error)) from None
         vllm_request.external_req_id = ticket
         queued_request, wave = self._core.preprocess_add_request(vllm_request)
         self._core.add_request(queued_request, wave)
@@ -304,7 +309,7 @@ class VllmCore:
 
 
 def _sampled(output: Any, version: str | None) -> StepOutput:
-    logprobs, prompt_logprobs = output.new_logprobs, output.new_prompt_logprobs_tensors
+    logprobs, scores = output.new_logprobs, output.new_prompt_logprobs_tensors
     finish_reason = output.finish_reason
     return StepOutput(
         ticket=output.request_id,
@@ -312,7 +317,7 @@ def _sampled(output: Any, version: str | None) -> StepOutput:
         logprobs=[] if logprobs is None else logprobs.logprobs[:, 0].tolist(),  # the sampled token is the first
         version=int(version or 0),
         ended=None if finish_reason is None else _ENDINGS.get(str(finish_reason), "error"),
-        prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs.logprobs[:, 0].tolist(),
+        prompt_scores=None if scores is None else (scores.logprob_token_ids.numpy(), scores.logprobs.numpy()),
         computed_tokens=output.prefill_stats.num_computed_tokens if output.prefill_stats is not None else 0,
         experts=getattr(output, "routed_experts", None),
     )

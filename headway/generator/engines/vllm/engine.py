@@ -20,13 +20,21 @@ from headway.generator.engines.vllm.base_engine import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.core import SEED, StepOutput, VllmCore
 from headway.models.configuration import DecoderConfig
 from headway.models.offload import used_bytes
+from headway.records.errors import ConfigurationError
 from headway.records.execution import MemoryMove
-from headway.records.generation import AppliedWeights, EngineStatistics, PublishedWeights, UpdateMode, probe_ids
+from headway.records.generation import (
+    AppliedWeights,
+    EngineStatistics,
+    PromptLogprobs,
+    PublishedWeights,
+    UpdateMode,
+    probe_ids,
+)
 from headway.records.tokens import TokenRows
 from headway.tokens.tokenizer import Tokenizer
 
-_FIRST = -(1 << 60)  # priority of the probe: before all requests
-_PROBE_STEPS = 100  # limit of steps for a probe
+_FIRST = -(1 << 60)  # priority of given tokens: before all requests
+_IDLE_STEPS = 100  # limit of steps for given tokens, beside one for each
 
 
 class VllmEngine(VllmRequests):
@@ -68,7 +76,7 @@ class VllmEngine(VllmRequests):
         self._core = core
         if settings.engine_arguments.get("enable_sleep_mode"):
             self.memory = VllmMemory(core, self._requeue_all)
-        self._probe_logprobs: list[float] | None = None  # result of the probe under way
+        self._scores: tuple[NDArray[Any], NDArray[Any]] | None = None  # of the given tokens under way
         self._shape = DecoderConfig.from_pretrained(Path(settings.model_path)) if settings.return_experts else None
         core.name_version(settings.version)
         self._register_adapters()
@@ -122,8 +130,8 @@ class VllmEngine(VllmRequests):
                     request.add_rows(_expert_rows(output.experts, self._shape))
                 version = output.version if request.revision is None else request.revision.version
                 self._append_tokens(request, output.ids, output.logprobs, version, output.ended)
-            elif output.prompt_logprobs is not None:
-                self._probe_logprobs = output.prompt_logprobs
+            elif output.prompt_scores is not None:
+                self._scores = output.prompt_scores
         self._steps += self._generated > generated_before
 
     def _note_preemptions(self, entry: VllmRequest) -> None:
@@ -189,21 +197,28 @@ class VllmEngine(VllmRequests):
             hint_text = "though no module of its own differs: attention, rotary embedding or configuration"
             self._break(f"{difference}, {hint_text}", delta_index)
 
-    def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
-        self._probe_logprobs, delta_index = None, len(self._deltas)
+    def _prompt_logprobs(self, ids: Sequence[int], top: int, revision: VllmRevision | None) -> PromptLogprobs:
+        self._scores, delta_index = None, len(self._deltas)
         self._tickets += 1
         ticket, cache_salt = f"probe-{self._tickets}", self._salt if revision is None else revision.label
-        adapter = None if revision is None else revision.handle
-        self._core.add(ticket, ids, _probe_parameters(), salt=cache_salt, priority=_FIRST, arrival=0, adapter=adapter)
-        started_s = self._now()
-        for _ in range(_PROBE_STEPS):
+        adapter, parameters = None if revision is None else revision.handle, _prompt_parameters(top)
+        try:
+            self._core.add(ticket, ids, parameters, salt=cache_salt, priority=_FIRST, arrival=0, adapter=adapter)
+        except ValueError as error:
+            raise ConfigurationError(f"prompt: {error}") from None
+        started_s, step_limit = self._now(), _IDLE_STEPS + len(ids)
+        for _ in range(step_limit):
             self._absorb(self._core.step())
-            if self._probe_logprobs is not None:
+            if self._scores is not None:
                 break
         self._busy_s += self._now() - started_s
-        if self._probe_logprobs is None:
-            self._break(f"the probe was not served within {_PROBE_STEPS} steps", delta_index)
-        return self._probe_logprobs
+        if self._scores is None:
+            self._break(f"given tokens were not computed within {step_limit} steps", delta_index)
+        scores = PromptLogprobs.unscored(self.version if revision is None else revision.version, len(ids), top)
+        top_ids_lk, logprobs_lk = self._scores
+        scores.logprobs[1:] = logprobs_lk[:, 0]
+        scores.top_ids[1:], scores.top_logprobs[1:] = top_ids_lk[:, 1 : 1 + top], logprobs_lk[:, 1 : 1 + top]
+        return scores
 
     @contextmanager
     def _drained(self) -> Iterator[None]:
@@ -294,9 +309,9 @@ def _expert_rows(experts: NDArray[Any], shape: DecoderConfig) -> TokenRows:
     return TokenRows.of(sparse_experts.reshape(len(sparse_experts), -1), shape.routing.item_bytes)
 
 
-def _probe_parameters() -> Any:
+def _prompt_parameters(top: int) -> Any:
     from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
 
     return SamplingParams(
-        temperature=0.0, max_tokens=1, prompt_logprobs=0, logprobs=0, ignore_eos=True, detokenize=False
+        temperature=0.0, max_tokens=1, prompt_logprobs=top, logprobs=0, ignore_eos=True, detokenize=False
     )

@@ -32,11 +32,13 @@ from headway.generator.engines.vllm.base_engine import VllmRequest, VllmRequests
 from headway.generator.engines.vllm.reference import PublishedModel
 from headway.generator.engines.vllm.server_client import EventStream, ServerError, VllmServer, require_engine
 from headway.generator.engines.vllm.server_info import UPDATING, ServerInfo
-from headway.generator.engines.vllm.wire import Chunk, CompletionChunk, CompletionSpan, Logprob, content, of_token
+from headway.generator.engines.vllm.wire import Chunk, CompletionChunk, CompletionSpan, Logprob, content, score_of
+from headway.records.errors import ConfigurationError
 from headway.records.generation import (
     AppliedWeights,
     EngineStatistics,
     FinishReason,
+    PromptLogprobs,
     PublishedWeights,
     UpdateMode,
     probe_ids,
@@ -395,42 +397,49 @@ class VllmServerEngine(VllmRequests):
         """Compare the server's log-probabilities of a random sequence, and of a token sampled after it, with the
         reference."""
         token_ids = probe_ids(self._updates, self._vocabulary, self.context_tokens)
-        server_logprobs, sampled_token = self._probed(token_ids, None)
+        reply = self._asked(token_ids, 0, None)
+        rows, sampled_token = zip(reply.prompt_logprobs[1:], token_ids[1:], strict=True), content(reply.choices[0])[0]
+        server_logprobs = [score_of(row, token, 0)[0] for row, token in rows if row is not None]
         if difference := compare(server_logprobs, self._model.logprobs(token_ids), self._precision).wrong:
             self._break(f"{difference} (it computes in {self._served.dtype})")
         self._probe_temperature(token_ids, sampled_token)
 
-    def _sequence_logprobs(self, ids: Sequence[int], revision: VllmRevision | None) -> list[float]:
+    def _prompt_logprobs(self, ids: Sequence[int], top: int, revision: VllmRevision | None) -> PromptLogprobs:
         with self._exit_if_gone(ServerError):
-            return self._probed(ids, revision)[0]
+            try:
+                reply = self._asked(ids, top, revision)
+            except ServerError as error:
+                if error.status not in (400, 422):
+                    raise
+                raise ConfigurationError(f"prompt: {error}") from None
+            spans = reply.choices[0].weight_versions or []
+            if foreign := {span.version for span in spans} - {self._label(self._model_version)}:
+                raise ConnectionError(f"it computes with weights {foreign.pop()!r}, which this run did not publish")
+        scores = PromptLogprobs.unscored(self.version if revision is None else revision.version, len(ids), top)
+        for position, (row, token) in enumerate(zip(reply.prompt_logprobs, ids, strict=True)):
+            if row is not None:
+                scores.fill(position, *score_of(row, token, top))
+        return scores
 
-    def _probed(self, ids: Sequence[int], revision: VllmRevision | None) -> tuple[list[float], Logprob]:
-        """Return the server's log-probabilities of ``ids[1:]``, and of a token that it samples after them."""
+    def _asked(self, ids: Sequence[int], top: int, revision: VllmRevision | None) -> CompletionChunk:
+        """Have the server compute ``ids``, and sample a token after them."""
         self._probes += 1
-        request_id = f"{self._instance_id}-probe-{self._probes}"
-        reply: CompletionChunk = msgspec.convert(
-            self._server.post(
-                "/inference/v1/generate",
-                {
-                    "request_id": request_id,
-                    "token_ids": ids,
-                    **self._weights_named(revision),
-                    "sampling_params": {
-                        "temperature": _PROBE_TEMPERATURE,
-                        "max_tokens": 1,
-                        "prompt_logprobs": 0,
-                        "logprobs": 0,
-                        "ignore_eos": True,
-                        "detokenize": False,
-                        "seed": self._probes,
-                    },
-                    "priority": -(1 << 60),
-                },
-            ),
-            CompletionChunk,
-        )
-        scores = [of_token(logprobs, token) for logprobs, token in zip(reply.prompt_logprobs[1:], ids[1:], strict=True)]
-        return scores, content(reply.choices[0])[0]
+        body = {
+            "request_id": f"{self._instance_id}-probe-{self._probes}",
+            "token_ids": list(ids),
+            **self._weights_named(revision),
+            "sampling_params": {
+                "temperature": _PROBE_TEMPERATURE,
+                "max_tokens": 1,
+                "prompt_logprobs": top,
+                "logprobs": 0,
+                "ignore_eos": True,
+                "detokenize": False,
+                "seed": self._probes,
+            },
+            "priority": -(1 << 60),
+        }
+        return msgspec.convert(self._server.post("/inference/v1/generate", body), CompletionChunk)
 
     def _probe_temperature(self, ids: Sequence[int], sampled: Logprob) -> None:
         all_ids = [*ids, sampled.token_id]

@@ -40,7 +40,7 @@ class Chunk(msgspec.Struct):
 
 
 class CompletionChunk(msgspec.Struct):
-    """Response to a probe: whole, with log-probabilities of the prompt."""
+    """Response for given tokens: whole, with log-probabilities of the prompt."""
 
     choices: list[CompletionChoice]
     prompt_logprobs: list[dict[str, dict[str, Any]] | None]
@@ -50,5 +50,11 @@ def content(choice: CompletionChoice) -> list[Logprob]:
     return (choice.logprobs.content or []) if choice.logprobs is not None else []
 
 
-def of_token(logprobs: Mapping[str, Mapping[str, Any]] | None, token: int) -> float:
-    return float(logprobs[str(token)]["logprob"]) if logprobs else float("nan")
+def score_of(row: Mapping[str, Mapping[str, Any]], token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
+    """Return the log-probability of a prompt's ``token``, and the ``top`` likeliest ids with theirs, of its entry in
+    ``prompt_logprobs``. Raises ValueError for another token's entry."""
+    if str(token) not in row:
+        raise ValueError(f"no log-probability of {token}, which was asked for")
+    # The token itself may be behind the likeliest.
+    ranked = sorted((entry["rank"], int(name), float(entry["logprob"])) for name, entry in row.items()) if top else []
+    return float(row[str(token)]["logprob"]), [(name, logprob) for rank, name, logprob in ranked if rank <= top]

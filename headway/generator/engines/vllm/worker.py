@@ -139,8 +139,7 @@ def install_sampler(runner: Any) -> None:
     vocabulary at T, also where top-p or top-k restrict the sampling. Ranks of tokens, which are unused, are left out:
     compiling their function takes 16 to 19 s at its first use.
     """
-    sampler = runner.sampler
-    topk_topp, original, gather = sampler.topk_topp_sampler, sampler.topk_topp_sampler.forward, sampler.gather_logprobs
+    topk_topp, original = runner.sampler.topk_topp_sampler, runner.sampler.topk_topp_sampler.forward
 
     def forward(
         logits_nv: Tensor, generators: dict[int, torch.Generator], top_k: Tensor | None, top_p: Tensor | None
@@ -152,13 +151,11 @@ def install_sampler(runner: Any) -> None:
         return torch.ops._C.fused_gumbel_argmax(kept_nv, _noise_seeds(runner)), logprobs_nv
 
     def gather_sampled(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        if num_logprobs:
-            return gather(logprobs, num_logprobs, token_ids=token_ids)
-        ids = token_ids.unsqueeze(-1)
+        ids = torch.cat([token_ids.unsqueeze(-1), logprobs.topk(num_logprobs).indices], 1)
         return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), torch.zeros_like(token_ids))
 
     topk_topp.forward = forward
-    sampler.gather_logprobs = gather_sampled
+    runner.sampler.gather_logprobs = gather_sampled
 
 
 def _noise_seeds(runner: Any) -> Tensor:
