@@ -18,13 +18,22 @@ from docs.write_configuration import comments_from, valid_values
 from headway.config.load import section_of
 from headway.planner import quantities, scenario
 from headway.planner.quantities import Quantity
-from headway.planner.scenario import Drift, GeneratorHardware, Hardware, ScenarioEnvironment, TrainerHardware, Workload
+from headway.planner.scenario import (
+    Drift,
+    GeneratorHardware,
+    Hardware,
+    ScenarioEnvironment,
+    TeacherHardware,
+    TrainerHardware,
+    Workload,
+)
 
 PAGE = Path(__file__).with_name("simulation.md")
 SECTIONS: dict[str, type[BaseModel]] = {
     "[hardware]": Hardware,
     "[hardware.generator]": GeneratorHardware,
     "[hardware.trainer]": TrainerHardware,
+    "[hardware.teachers]": TeacherHardware,
     "[workload]": Workload,
     "[environment]": ScenarioEnvironment,
     "[[drift]]": Drift,

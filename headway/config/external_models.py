@@ -83,6 +83,11 @@ class TeacherConfig(Section):
         return bool(self.devices or self.address)
 
     @property
+    def at_once(self) -> int:
+        """Rollouts that it scores at once, outside of the trainer: one a replica, or a server's requests."""
+        return len(self.devices) or (self.server.concurrency if self.server else 0)
+
+    @property
     def samples(self) -> bool:
         """Whether it is learned by the reverse KL of sampled tokens, in the policy's advantages."""
         return self.divergence == "sampled"

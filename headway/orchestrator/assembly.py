@@ -25,8 +25,7 @@ from headway.orchestrator.state import RunState
 from headway.orchestrator.step_metrics import StepMetrics
 from headway.orchestrator.task_selection import make_task_selector
 from headway.orchestrator.task_sets import tasks_data, training_weights
-from headway.orchestrator.teachers.stage import TeacherStage
-from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
+from headway.records.clients import Generator, PromptCodec, RolloutMaker, TeacherScores, Trainer, Verifier, Watch
 from headway.records.ledger import LedgerLine
 from headway.records.node import NodeConditions
 from headway.records.rollout import Group
@@ -55,7 +54,7 @@ class Actors:
     trainer: Trainer
     verifier: Verifier
     tokenizer: PromptCodec
-    teachers: TeacherStage | None = None  # None: no rule has any
+    teachers: TeacherScores | None = None  # None: no rule has any
     pictures: PictureClient | None = None  # None: no task has any
     train_tasks: Sequence[Task]
     evaluation_tasks: Mapping[str, list[Task]] = field(default_factory=dict)  # split -> tasks

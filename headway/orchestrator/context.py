@@ -18,8 +18,7 @@ from headway.orchestrator.run_device_locks import RunMemory
 from headway.orchestrator.state import RunState
 from headway.orchestrator.step_metrics import StepMetrics
 from headway.orchestrator.task_selection import TaskSelector
-from headway.orchestrator.teachers.stage import TeacherStage
-from headway.records.clients import Generator, PromptCodec, RolloutMaker, Trainer, Verifier, Watch
+from headway.records.clients import Generator, PromptCodec, RolloutMaker, TeacherScores, Trainer, Verifier, Watch
 from headway.records.errors import WorkerDied
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.node import NodeConditions
@@ -90,7 +89,7 @@ class RunContext:
     directory: str
     tasks: dict[str, int | str] = field(default_factory=dict)  # count and digest of the training tasks
     evaluation_tasks: dict[str, list[Task]] = field(default_factory=dict)  # split -> tasks
-    teachers: TeacherStage | None = None  # None: no rule has any
+    teachers: TeacherScores | None = None  # None: no rule has any
     demonstrations: Demonstrations | None = None  # trained beside rollouts; None: none are
     pruning: EarlyPruning | None = None  # None: no rollout is ended early
     controller: Decide | None = None  # decides in another process; None: in this one, and the loops wait

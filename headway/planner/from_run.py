@@ -226,6 +226,8 @@ def kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict[
         if kept_keys:
             sections[section] = kept_keys
     sections["checkpoint"] = {"every_steps": experiment.checkpoint.every_steps}  # a scenario has another default
+    if teacher := experiment.algorithm.teacher:  # a source's own has no place, as a scenario has no sources
+        sections["teachers"] = {teacher: configured["teachers"][teacher]}
     names: list[str] = []
     if ":" in experiment.algorithm.advantage:
         sections["algorithm"].pop("advantage")
@@ -301,7 +303,11 @@ def _hardware(
     if flops and trained_tokens and steps[-1].peak_flops_per_s:
         trainer["flops_per_token"] = _rounded(flops / trained_tokens)
         trainer["peak_flops_per_s"] = _rounded(steps[-1].peak_flops_per_s)
-    return {"verifiers": run.shape.verifiers, "generator": generator, "trainer": trainer}
+    hardware: dict[str, Any] = {"verifiers": run.shape.verifiers, "generator": generator, "trainer": trainer}
+    if queue_model.teach_response_s:
+        teach_s = _rounded(queue_model.teach_response_s)
+        hardware["teachers"] = {"at_once": queue_model.teachers, "rollout_s": teach_s}
+    return hardware
 
 
 def _workload(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headway.control.summaries import weighted_mean
+from headway.control.tuning.balance import Balance, balance_of, waits_of
 from headway.planner.scenario import Scenario
 from headway.records.generation import EngineStatistics
 from headway.records.ledger import LedgerLine, LengthBiasStatistics, RunSummary, StepRecord
@@ -18,6 +19,7 @@ class SimulationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     summary: RunSummary
     samples_per_s: float  # trained samples
     step_s: float  # mean duration of a step
+    balance: Balance  # of the whole run
     trainer_wait: float  # share of the time
     generator_wait: float
     staleness_mean: float  # of trained trajectories, versions
@@ -59,6 +61,7 @@ def measure(
         summary=summary,
         samples_per_s=summary.trained_per_s,
         step_s=total_s / max(1, len(steps)),
+        balance=balance_of(waits_of(steps), scenario.queue.budget),
         trainer_wait=summary.trainer_wait_ratio,
         generator_wait=summary.generator_wait_ratio,
         staleness_mean=weighted_mean(steps, lambda s: s.trajectory_staleness.mean, lambda s: s.samples),

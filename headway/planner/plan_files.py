@@ -84,6 +84,7 @@ def _scenario(experiment: Experiment, planned: PlannedRun, folder: str) -> Scena
         **kept_sections(experiment, {}),
         "hardware": {
             "verifiers": experiment.verifier.workers,
+            "teachers": {"at_once": planned.best.shape.teachers, "rollout_s": measured.teach_response_s},
             "generator": {
                 "replicas": generation.replicas,
                 "devices_per_replica": generation.per_replica,

@@ -51,6 +51,7 @@ class PlannedWorkload(Section):
     response_tokens: Quantity
     group_correlation: Annotated[float, Field(ge=0, le=1)] = 0.0  # of the lengths inside a group
     verify_s: Annotated[float, Field(ge=0)] = 0.0  # of a response, one worker
+    teacher_s: Annotated[float, Field(ge=0)] = 0.0  # of a rollout, a replica or request; 0: replicas by their prefills
     acceptance: Annotated[float, Field(ge=0.05, le=1)] = 1.0  # share of groups that can be trained
 
     @model_validator(mode="after")

@@ -156,6 +156,7 @@ class ProfiledCurves(StageCurves):
             response_tokens=Quantity(kind="quantiles", at=profile.response_tokens),
             group_correlation=first.lengths.group_correlation,
             verify_s=first.verify_response_s,
+            teacher_s=first.teach_response_s,
             acceptance=max(0.05, first.accepted_groups / first.groups) if first.groups else 1.0,
         )
         super().__init__(experiment, model, pool, workload)
@@ -210,6 +211,11 @@ class ProfiledCurves(StageCurves):
             fixed_s=max(0.0, measured.train_fixed_s + moved_s),
             token_s=measured.train_token_s * model.active / profiled.active * rank_ratio,
         )
+
+    def prompt_tokens_per_s(self, kind: PlanDevices, model: ModelFigures, tokens: float) -> float:
+        """See :meth:`StageCurves.prompt_tokens_per_s`."""
+        point = self.profile.points[0]
+        return point.measured.prefill_tokens_per_s / point.generators * self.profile.model.active / model.active
 
     def _bytes_per_s(self, class_index: int) -> float:
         return self.pool.classes[class_index].device.figure("memory_bytes_per_s")

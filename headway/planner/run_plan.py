@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from headway.control.tuning.ledger_model import shape_of
 from headway.control.tuning.queue_model import QueueModel, simulate_or_zero
 from headway.planner.pool_file import PlanDevices, PlannedWorkload, PlanPool
 from headway.planner.stage_curves import GenerationCurve, StageCurves, TrainingCurve
+from headway.planner.teachers import teacher_stages
 from headway.records.check_report import Calibration, Forecast
 from headway.records.errors import ConfigurationError
 from headway.records.plan import Alternative, Mode, Objective, PlannedStage, RunPlan
@@ -183,6 +185,9 @@ def _candidate(experiment: Experiment, pool: PlanPool, curves: StageCurves, plac
         return None
     run_shape = _shape(experiment, generation, training, placement)
     measured = curves.calibration(pool.classes[placement.train_on], generation, training, shared=bool(placement.shared))
+    taught_per_s = [stage.samples_per_s for stage in teacher_stages(curves) if stage.samples_per_s]
+    teach_s = run_shape.teachers / min(taught_per_s, default=math.inf)
+    measured = msgspec.structs.replace(measured, teach_response_s=teach_s)
     model = queue_model(run_shape, measured, curves.lengths)
     mean_tokens = curves.lengths.mean_tokens
     accepted_rate = production_rate(model, mean_tokens) * model.acceptance
@@ -251,6 +256,7 @@ def _make_plan(
             samples_per_s=predicted.consumption_per_s,
             bytes_per_device=best.training.bytes_per_device,
         ),
+        *teacher_stages(curves),
     )
     settings = {
         "generator.devices": json.dumps(device_names[0][:: best.generation.per_replica]),
@@ -290,7 +296,7 @@ def _make_plan(
             f"{edit.key} = {edit.value}: {edit.gain:+.0%} samples/s" for edit in predicted.changes if not edit.needs
         ),
         settings=settings,
-        refused=tuple(_unsupported(experiment, best, (generating, training), curves)),
+        refused=tuple(_unsupported(experiment, best, (generating, training), curves, device_names)),
     )
 
 
@@ -305,7 +311,11 @@ def _names(kind: PlanDevices, first: int, count: int) -> tuple[str, ...]:
 
 
 def _unsupported(
-    experiment: Experiment, best: Candidate, kinds: tuple[PlanDevices, PlanDevices], curves: StageCurves
+    experiment: Experiment,
+    best: Candidate,
+    kinds: tuple[PlanDevices, PlanDevices],
+    curves: StageCurves,
+    names: tuple[tuple[str, ...], tuple[str, ...]],
 ) -> Iterator[str]:
     """Yield the plan's needs that a configuration can't express."""
     if best.training.layout is None:
@@ -314,6 +324,9 @@ def _unsupported(
         yield f"generate: {best.generation.spread}: generator.engine = {experiment.generator.engine!r} has one device"
     if best.generation.per_replica != best.generation.tensor:
         yield f"generate: {best.generation.spread}: a replica is spread by tensor parallelism alone"
+    for stage in teacher_stages(curves):
+        if placed := {*stage.names} & {*names[0], *names[1]}:
+            yield f"{stage.name}: the plan uses its {min(placed)}; valid: other devices, or a pool without them"
     for key in curves.unusual:
         yield f"{key}: the configuration has another value, or no key for it"
     needs_machines = kinds[0] is not kinds[1] or kinds[0].count > kinds[0].device.per_node

@@ -64,9 +64,18 @@ class TrainerHardware(Section):
     peak_flops_per_s: Duration = 0.0  # of all its devices together; for MFU
 
 
+class TeacherHardware(Section):
+    """Teachers outside of the trainer. Without a time none scores rollouts."""
+
+    at_once: Positive = 1  # rollouts that are scored at once: one a replica, or a server's requests
+    rollout_s: Duration = 0.0  # time to score a rollout, one of them
+    token_s: Duration = 0.0  # ... more for each token of the rollout, its prompt included
+
+
 class Hardware(Section):
     generator: GeneratorHardware = GeneratorHardware()
     trainer: TrainerHardware = TrainerHardware()
+    teachers: TeacherHardware = TeacherHardware()
     verifiers: Positive = 1  # verifier processes: each scores a group's responses one after another
     dollars_per_device_hour: Duration = 0.0  # price of a device, the generator's or the trainer's
 

@@ -21,7 +21,7 @@ def toml_text(raw: Mapping[str, Any], comments: Sequence[str] = ()) -> str:
 
 def _section(name: str, section: Mapping[str, Any]) -> Iterator[str]:
     tables = {key: value for key, value in section.items() if isinstance(value, dict) and not _is_quantity(value)}
-    plain_values = {key: value for key, value in section.items() if key not in tables}
+    plain_values = {key: value for key, value in section.items() if key not in tables and value is not None}
     if plain_values or not tables:
         yield ""
         yield f"[{name}]"

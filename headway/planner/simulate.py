@@ -15,6 +15,7 @@ import msgspec
 from headway.generator.fake import FakeGenerator
 from headway.orchestrator.assembly import Actors, assemble
 from headway.orchestrator.run import Run
+from headway.orchestrator.teachers.fake import FakeTeachers
 from headway.planner.environment import EnvironmentGenerator
 from headway.planner.outcome import SimulationOutcome, measure
 from headway.planner.scenario import Scenario
@@ -23,6 +24,7 @@ from headway.records.counted import CountedTokens
 from headway.records.errors import ConfigurationError
 from headway.records.generation import GenerationRequest
 from headway.records.ledger import LedgerLine
+from headway.records.rollout import Rollout
 from headway.records.task import Task
 from headway.records.training import TrainBatch
 from headway.rollout.fake import FakeRollout, FakeVerifier
@@ -148,6 +150,7 @@ class SimulatedRun:
             latency_s=lambda task, response: self.workload.verify_s(int(response)),
             workers=scenario.hardware.verifiers,
         )
+        self.teachers = self._teachers(clock)
 
     def actors(
         self,
@@ -162,6 +165,7 @@ class SimulatedRun:
             generator=self.environment if is_multi_turn else self.engine,
             trainer=self.trainer,
             verifier=self.verifier,
+            teachers=self.teachers,
             tokenizer=CountingTokenizer(self.workload),
             train_tasks=numbered_tasks(self.scenario.workload.tasks),
             record=record,
@@ -172,6 +176,15 @@ class SimulatedRun:
             cpu_s=lambda: 0.0,  # the simulation's own CPU time isn't the run's
             rollouts=functools.partial(FakeRollout, environment=self.environment) if is_multi_turn else None,
         )
+
+    def _teachers(self, clock: Clock) -> FakeTeachers | None:
+        hardware = self.scenario.hardware.teachers
+
+        def rollout_s(rollout: Rollout) -> float:
+            return hardware.rollout_s + rollout.all_tokens * hardware.token_s
+
+        scores = hardware.rollout_s or hardware.token_s
+        return FakeTeachers(clock, rollout_s, at_once=hardware.at_once) if scores else None
 
     def _trainer(self, clock: Clock) -> FakeTrainer:
         hardware, scenario = self.scenario.hardware.trainer, self.scenario

@@ -127,6 +127,10 @@ class StageCurves(ABC):
     def shared_costs(self, kind: PlanDevices, generation: GenerationCurve) -> SharedCosts:
         """Costs that belong neither to the generator nor to the trainer alone."""
 
+    @abstractmethod
+    def prompt_tokens_per_s(self, kind: PlanDevices, model: ModelFigures, tokens: float) -> float:
+        """Tokens/s at which a device of ``kind`` reads prompts of ``tokens`` tokens by ``model``."""
+
     def calibration(
         self, kind: PlanDevices, generation: GenerationCurve, training: TrainingCurve, *, shared: bool
     ) -> Calibration:
@@ -237,6 +241,11 @@ class RooflineCurves(StageCurves):
             kv_tokens=int(rates.cache_bytes() // (cached_bytes / context_tokens)),
             bytes_per_device=rates.weight_bytes() + slots * cached_bytes / rates.recipe.parallelism.devices,
         )
+
+    def prompt_tokens_per_s(self, kind: PlanDevices, model: ModelFigures, tokens: float) -> float:
+        """See :meth:`StageCurves.prompt_tokens_per_s`."""
+        settings = GenerationRecipe(dtype=self.experiment.generator.dtype)
+        return ReplicaRates(model=model, device=kind.device, recipe=settings).prefill_tokens_per_s(tokens)
 
     def _training(self, class_index: int, devices: int) -> TrainingCurve | None:
         """See :meth:`StageCurves._training`: of the layouts that fit, without host memory if one does, the smallest

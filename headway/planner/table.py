@@ -9,6 +9,7 @@ def outcome_rows(outcome: SimulationOutcome) -> dict[str, str]:
     """Label -> text, in the order they are printed."""
     counts = outcome.environment
     rows = {
+        "balance": outcome.balance,
         "mean staleness": f"{outcome.staleness_mean:.2f} versions",
         "tokens": (
             f"{outcome.generated_tokens:,} generated, {outcome.wasted_share:.1%} of them not trained; "

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 Level = Literal["error", "warning", "info"]
-Constraint = Literal["generator", "trainer", "verifier", "kv", "admission", "environment", "other"]
+Constraint = Literal["generator", "trainer", "verifier", "teacher", "kv", "admission", "environment", "other"]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +79,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     apply_s: float  # from the announcement of a version until every replica has applied it
     pause_s: float  # of decoding, in it
     verify_response_s: float  # one worker, the way to it and back included; 0: nothing to verify
+    teach_response_s: float = 0.0  # of a rollout at teachers outside of the trainer, one of those at once; 0: none
     groups: int  # groups whose members all ended and were verified
     accepted_groups: int  # ... of them trainable: neither failed nor (where that is filtered) of zero variance
     failed_rollouts: int
@@ -94,6 +95,7 @@ class QueueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     straggler_wait: float  # ... of it spent on unfinished groups at the budget's edge though a batch had finished
     generator_wait: float  # share of the time with no request at all, or paused for a trainer on the same device
     slots_filled: float  # mean share of the slots
+    teaching: float = 0.0  # share of the time in which teachers outside of the trainer score
     staleness_mean: float  # of trajectories, versions
     staleness_max: int
 

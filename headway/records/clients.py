@@ -21,6 +21,7 @@ from headway.records.generation import (
     PublishedWeights,
     RouterStatistics,
 )
+from headway.records.ledger import TeacherStatistics
 from headway.records.rollout import Failure, Group, Pruned, Rollout, Verdict
 from headway.records.task import Task
 from headway.records.training import CheckpointInfo, OptimiserSettings, PartReport, StepReport, TrainBatch
@@ -161,6 +162,18 @@ class Trainer(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+
+class TeacherScores(Protocol):
+    """The teachers of a run, which score rollouts outside of the trainer."""
+
+    async def score(self, group: Group, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+        """Return a group's verified rollouts with their scores, failed where their teacher has."""
+        ...
+
+    def take_statistics(self) -> TeacherStatistics | None:
+        """The statistics since the last call; None if no teacher is outside of the trainer."""
+        ...
 
 
 class Verifier(Protocol):

@@ -154,14 +154,14 @@ class PlacementReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedStage(msgspec.Struct, frozen=True, kw_only=True):
-    """Generation or training of a run: its devices, and the rate that it would have without the other."""
+    """Generation or training of a run, or a teacher that scores: its devices, and its rate without the others."""
 
-    name: Literal["generate", "train"]
+    name: str  # generate, train, teacher NAME
     device: str  # class
     names: tuple[str, ...]  # of its devices, as the configuration names them
     copies: int  # replicas, or data-parallel ranks
     spread: str  # of one copy over devices: "1 device", "tensor 4", ...
-    samples_per_s: float  # alone, at full concurrency; of the trainer if it never waits
+    samples_per_s: float  # alone, at full concurrency; of the trainer if it never waits; 0: not known
     bytes_per_device: float | None  # None: not known
     slots: int = 0  # of a replica
 

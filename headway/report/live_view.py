@@ -24,6 +24,7 @@ from headway.report.doctor import costs_of
 from headway.report.formats import duration, format_kernel_shares, percent, quantity, score
 from headway.report.incidents import event_detail
 from headway.report.run_cost import LiveCost, cost_sentence, live_cost
+from headway.report.streams import streams_text, teaching_text
 from headway.report.verdict import judge_balance
 from headway.telemetry.ledger import EVENT_ALERT, EVENT_END, EVENT_PLAN_CHANGED, EVENT_STALL_ENDED, EVENT_STALLED
 
@@ -133,6 +134,7 @@ def step_line(state: LiveState) -> str:
         f"buffered {step.buffered_groups}/{step.buffer_capacity_groups}",
         f"{quantity(state.recent_mean(lambda s: s.samples / s.step_s if s.step_s else 0.0))} samples/s",
     ]
+    parts += filter(None, (streams_text([step]), teaching_text([step])))
     if (cost := state.cost()) is not None:
         parts.append(f"${cost.usd:,.2f}, waits ${cost.trainer_waits_usd + cost.generator_waits_usd:,.2f}")
     if step.skipped:
@@ -193,6 +195,9 @@ def screen(state: LiveState) -> RenderableType:
         rows.add_row("Queue", _queue(step))
         rows.add_row("How stale?", _staleness(state, step))
         rows.add_row("Learning?", _learning(state, step))
+        for label, text in (("Streams", streams_text(state.recent)), ("Teachers", teaching_text(state.recent))):
+            if text:
+                rows.add_row(label, text)
         rows.add_row("Rates", _rates(state, step))
         rows.add_row("Endings", _endings(state))
         if (plan_event := state.placement) is not None:

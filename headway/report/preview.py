@@ -15,6 +15,7 @@ CONSTRAINTS = {
     "generator": "the generator",
     "trainer": "the trainer",
     "verifier": "the verifiers",
+    "teacher": "the teachers",
     "kv": "the generator's KV cache",
     "admission": "the staleness budget (admission)",
     "environment": "the environments",
@@ -101,6 +102,8 @@ def calibration_rows(measured: Calibration, experiment: Experiment) -> Rows:
     }
     if measured.verify_response_s:
         rows["verifying"] = f"{measured.verify_response_s * 1e3:.2f} ms a response"
+    if measured.teach_response_s:
+        rows["teaching"] = f"{measured.teach_response_s * 1e3:.2f} ms a response, of each that is scored at once"
     return rows
 
 

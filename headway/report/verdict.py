@@ -12,6 +12,7 @@ from headway.control.tuning.balance import BUSY, Balance, WaitShares, balance_of
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
 from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
+from headway.report.streams import streams_text, teaching_text
 from headway.telemetry.ledger import EVENT_CONTROL, EVENT_MOSTLY_SOLVED, EVENT_NO_PROGRESS
 from headway.telemetry.pages import troubleshooting
 from headway.telemetry.summary import accounting_event, evaluations, failures, measured_evaluation
@@ -37,6 +38,8 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     accounting_text: str
     failures: dict[str, int]  # rollouts lost, by boundary
     failures_text: str
+    streams_text: str = ""  # means over the steps; "": the loss has one stream and rule
+    teaching_text: str = ""  # of teachers outside of the trainer; "": there is none
     pruning_text: str = ""  # "": nothing was pruned
     plan_text: str = ""  # the controller's last recommendation, of a plan to which the run can't change; "": none
     changes_text: str = ""  # changes of plan in the run; "": none
@@ -51,6 +54,8 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             "Who waits for whom?": self.balance_text,
             "How stale?": self.staleness_text,
             "Is it learning?": self.learning_text,
+            "From which streams?": self.streams_text,
+            "What do teachers do?": self.teaching_text,
             "Is every rollout accounted for?": self.accounting_text,
             "What failed?": self.failures_text,
             "Why is nothing trained?": self.untrained_text,
@@ -104,6 +109,8 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         accounting_text=_accounting_text(lines, summary),
         failures=failed,
         failures_text=" ".join(filter(None, (_failures_text(failed, summary), incident_text(lines)))) or no_failures,
+        streams_text=streams_text(steps),
+        teaching_text=teaching_text(steps),
         pruning_text=_pruning_text(steps),
         plan_text=_plan_text(lines),
         changes_text=change_sentence(lines),

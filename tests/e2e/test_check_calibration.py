@@ -58,6 +58,20 @@ def test_a_calibration_measures_both_sides(inputs: Path) -> None:
     assert set(measured.resident_bytes) == {"generator-0", "trainer-0", "orchestrator"}
 
 
+def test_a_calibration_measures_teachers_that_score(inputs: Path) -> None:
+    """The run's folder stays as it is, also where the stage keeps its teachers' identities in a run."""
+    teacher = {"path": str(inputs / "model"), "devices": ["cpu:1"], "top_k": 3}
+    config = write_experiment(inputs, algorithm={"teacher": "big"}, teachers={"big": teacher})
+    with headway("check", config, "--calibrate-s=2", "--json", run=inputs / "run") as command:
+        assert command.wait() == 0, command.output
+        require_nothing_left(command)
+    assert not (inputs / "run").exists()
+    report = msgspec.json.decode(command.output.splitlines()[-1], type=CheckReport)
+    assert report.calibration is not None
+    assert 0 < report.calibration.teach_response_s < 1
+    assert "teacher-big-0" in {use.name for use in report.memory}
+
+
 @pytest.mark.parametrize("worker", ["generator-0", pytest.param("trainer-0", marks=pytest.mark.slow)])
 def test_a_worker_that_dies_ends_it_with_its_cause(inputs: Path, worker: str) -> None:
     config = write_experiment(inputs)

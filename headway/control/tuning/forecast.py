@@ -73,7 +73,8 @@ def forecast(shape: RunShape, measured: Calibration, lengths: LengthDistribution
         mean_tokens=lengths.mean_tokens,
     )
     changes = _changes(shape, model, lengths, least_budget, outcome)
-    waits = WaitShares(trainer=outcome.trainer_wait, generator=outcome.generator_wait, yielded=shape.yielded_share)
+    sides = {"trainer": outcome.trainer_wait, "generator": outcome.generator_wait}
+    waits = WaitShares(**sides, yielded=shape.yielded_share, teaching=outcome.teaching)
     binding, reason = binding_constraint(shape, model, outcome, waits, [(fix.constraint, fix.gain) for fix in changes])
     steps_per_s = outcome.samples_per_s / shape.samples_per_step
     training_s = min(shape.steps / steps_per_s, math.inf if shape.time_limit_s is None else shape.time_limit_s)
@@ -127,6 +128,7 @@ def queue_model(shape: RunShape, measured: Calibration, lengths: LengthDistribut
         apply_s=measured.apply_s,
         pause_s=measured.pause_s,
         verify_response_s=measured.verify_response_s,
+        teach_response_s=measured.teach_response_s,
         acceptance=max(acceptance, 0.05),  # a run in which every group is filtered gives up; it has no rate
     )
 
@@ -250,6 +252,9 @@ def _candidates(shape: RunShape, model: QueueModel, lengths: LengthDistribution,
     if model.verify_response_s:
         worker_count = 2 * shape.verifiers
         yield "verifier.workers", str(worker_count), "verifier", with_(verifiers=worker_count), ""
+    if model.teach_response_s:
+        larger_model, needs = with_(teachers=2 * shape.teachers), "devices, or a faster server"
+        yield "teachers", f"{larger_model.teachers} rollouts at once", "teacher", larger_model, needs
     p99 = lengths.quantile(0.99)
     if p99 < shape.max_response_tokens * 3 // 4:
         needs = "cutting 1 % of the responses: it changes what is learned"
@@ -266,9 +271,10 @@ def binding_constraint(
     """Return the binding constraint of a run, and a sentence that explains it.
 
     ``waits``: measured or predicted; ``gains``: (constraint, gain) of the changes that would relieve it. `balance_of`
-    decides between trainer, environments and the rest; a trainer that hardly waits binds as well. For the rest it is
-    the budget, when the trainer waits mostly for stragglers or slots stay empty for lack of credit; the verifiers, when
-    their relief gains most; "other", where both wait for something else; else the generator.
+    decides between trainer, environments, teachers and the rest; a trainer that hardly waits binds as well. For the
+    rest it is the budget, when the trainer waits mostly for stragglers or slots stay empty for lack of credit; the
+    teachers or the verifiers, when their relief gains most; "other", where both wait for something else; else the
+    generator.
     """
     balance = balance_of(waits, shape.budget)
     waiting_text = f"the trainer would wait {waits.trainer:.0%} of the time"
@@ -280,6 +286,9 @@ def binding_constraint(
         return "environment", f"{waiting_text}, {filled_text}: {spent_text}"
     largest_gain = max((gain for _, gain in gains), default=0.0)
     relieving = {constraint for constraint, gain in gains if gain >= largest_gain > 0}
+    if model.teach_response_s and (balance == "teacher-bound" or "teacher" in relieving):
+        taught_per_s = model.teachers / model.teach_response_s
+        return "teacher", f"{waiting_text}: the teachers score {taught_per_s:.3g} samples/s at most"
     if outcome.straggler_wait > waits.trainer / 2 or "admission" in relieving:
         stragglers_text = f", {outcome.straggler_wait:.0%} for the longest responses at the edge of the budget"
         return "admission", f"{waiting_text}{stragglers_text}; {filled_text}"

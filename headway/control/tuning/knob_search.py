@@ -27,7 +27,8 @@ _FAR = 0.3  # |ln(simulated / measured)|
 _ROLLOUTS = 1500  # of one simulation
 _RESERVE = 1.1  # factor by which the generator and the verifiers are simulated slower than measured ...
 _DRIFTING_RESERVE = 1.5  # ... while a drift may continue
-_GENERATOR_TIMES = ("decode_fixed_s", "decode_request_s", "delay_s", "environment_s", "verify_response_s")
+_SCORING_TIMES = ("verify_response_s", "teach_response_s")
+_GENERATOR_TIMES = ("decode_fixed_s", "decode_request_s", "delay_s", "environment_s", *_SCORING_TIMES)
 _CLIMB = 0.01  # relative: least difference at which a simulated rate counts as higher
 
 

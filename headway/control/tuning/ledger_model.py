@@ -97,6 +97,7 @@ def shape_of(experiment: Experiment, yielded_replicas: int = 0, free_devices: in
         max_sequence_tokens=longest,
         max_response_tokens=rollout.max_response_tokens,
         verifiers=experiment.verifier.workers,
+        teachers=max(1, sum(teacher.at_once for teacher in experiment.used_teachers.values())),
         yielded_replicas=yielded_replicas,
         steps=experiment.run.steps,
         time_limit_s=experiment.run.time_limit_s,
@@ -169,6 +170,8 @@ def estimate(records: Sequence[StepRecord], shape: RunShape) -> LedgerModel | No
         apply_s=_median_positive(record.apply_s for record in steps),
         pause_s=_median_positive(record.apply_pause_s for record in steps),
         verify_response_s=sum(record.verify_s for record in steps) / response_count,
+        # too long where teachers that could score several rollouts at once had fewer
+        teach_response_s=shape.teachers * sum(r.teaching.busy_s for r in steps if r.teaching) / response_count,
         acceptance=acceptance,
     )
     return LedgerModel(

@@ -21,7 +21,8 @@ from headway.control.staleness import OpenGroup, OverduePolicy, select_batch
 from headway.records.check_report import QueueOutcome
 
 _ROUNDING = 1e-9  # tokens of work
-_EVENTS = {"applied": 0, "acted": 1, "verified": 2, "trained": 3, "published": 4}  # at the same moment, in this order
+# At the same moment, in this order
+_EVENTS = {"applied": 0, "acted": 1, "verified": 2, "taught": 3, "trained": 4, "published": 5}
 _MAX_ROLLOUTS = 8_000  # simulated, about: bounds the cost of a simulation
 _LEAST_STEPS, _MOST_STEPS = 8, 60
 _LARGEST_BATCH = 512  # samples; larger ones are simulated in proportion
@@ -45,6 +46,7 @@ class QueueShape(msgspec.Struct, frozen=True, kw_only=True):
     surplus_groups: int = 0  # open beyond admission: unfinished groups are discarded at a full batch; 0: they are kept
     open_groups: int | None = None  # most open at once, within what admission allows; None: all of it
     verifiers: int = 1
+    teachers: int = 1  # rollouts that teachers outside of the trainer score at once
 
 
 def queue_shape(shape: QueueShape, **changes: Any) -> dict[str, Any]:
@@ -70,6 +72,7 @@ class QueueModel(QueueShape, frozen=True, kw_only=True):
     apply_s: float = 0.0
     pause_s: float = 0.0
     verify_response_s: float = 0.0
+    teach_response_s: float = 0.0  # of a rollout, one of the ``teachers``; 0: none scores rollouts
     acceptance: float = 1.0  # share of finished groups that may be trained
 
 
@@ -109,8 +112,9 @@ class _Simulation:
         self.stalled = False  # a whole batch has finished, but older groups are due
         self.accepted_debt = 0.0
         self.verifier_free_s = [0.0] * model.verifiers
+        self.teacher_free_s = [0.0] * model.teachers  # when each has scored all that is queued for it
         self.trained: list[int] = []  # staleness of each trained group
-        self.trainer_wait_s = self.straggler_s = self.generator_idle_s = self.filled_s = 0.0
+        self.trainer_wait_s = self.straggler_s = self.generator_idle_s = self.filled_s = self.teaching_s = 0.0
 
     # --- time -----------------------------------------------------------------------------------------------
 
@@ -151,6 +155,7 @@ class _Simulation:
         if not self.running or is_standing:
             self.generator_idle_s += elapsed_s
         self.filled_s += elapsed_s * len(self.running)
+        self.teaching_s += max(0.0, min(until_s, max(self.teacher_free_s)) - self.now)
         decoding_s = until_s - max(self.now, min(self.paused_until_s, until_s))
         if self.running and not is_standing:
             self.work += decoding_s / self.step_s()
@@ -232,6 +237,14 @@ class _Simulation:
         self._schedule(end_s - self.now, "verified", [group])
 
     def _verified(self, groups: list[_Group]) -> None:
+        if not self.model.teach_response_s:
+            return self._taught(groups)
+        for _ in range(self.model.group_size):
+            end_s = max(self.now, heapq.heappop(self.teacher_free_s)) + self.model.teach_response_s
+            heapq.heappush(self.teacher_free_s, end_s)
+        self._schedule(max(self.teacher_free_s) - self.now, "taught", groups)
+
+    def _taught(self, groups: list[_Group]) -> None:
         for group in groups:
             if group.index not in self.open:
                 continue  # overdue
@@ -328,7 +341,7 @@ def simulate(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS)
     warm_totals = _totals(simulation)
     warm_trained = len(simulation.trained)
     _run_to(simulation, warm_version + counted_steps)
-    elapsed_s, waited_s, straggler_s, idle_s, filled_s = (
+    elapsed_s, waited_s, straggler_s, idle_s, filled_s, teaching_s = (
         total - warm_total for total, warm_total in zip(_totals(simulation), warm_totals, strict=True)
     )
     elapsed_s = max(elapsed_s, 1e-12)
@@ -339,6 +352,7 @@ def simulate(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_ROLLOUTS)
         straggler_wait=straggler_s / elapsed_s,
         generator_wait=idle_s / elapsed_s,
         slots_filled=filled_s / elapsed_s / (model.slots * model.replicas),
+        teaching=teaching_s / elapsed_s,
         staleness_mean=sum(staleness_values) / max(1, len(staleness_values)),
         staleness_max=max(staleness_values, default=0),
     )
@@ -362,7 +376,7 @@ def simulate_or_zero(model: QueueModel, *, seed: int = 0, rollouts: int = _MAX_R
 
 def _totals(simulation: _Simulation) -> tuple[float, ...]:
     wait_totals = (simulation.trainer_wait_s, simulation.straggler_s, simulation.generator_idle_s)
-    return (simulation.now, *wait_totals, simulation.filled_s)
+    return (simulation.now, *wait_totals, simulation.filled_s, simulation.teaching_s)
 
 
 def _scaled_down(model: QueueModel) -> tuple[float, QueueModel]:
@@ -383,6 +397,7 @@ def _scaled_down(model: QueueModel) -> tuple[float, QueueModel]:
         decode_request_s=model.decode_request_s * model.slots / scaled_slots,
         train_token_s=model.train_token_s * scale,
         verify_response_s=model.verify_response_s * scale,
+        teach_response_s=model.teach_response_s * scale,
     )
 
 

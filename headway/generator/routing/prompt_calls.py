@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+import contextlib
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from headway.generator.routing.replica import Replica
@@ -12,7 +14,7 @@ from headway.records.tokens import TokenIds
 from headway.runtime.clock import Clock
 
 _AT_ONCE = 2  # prompts at a replica: one that computes, and the next
-_PAUSE_S = 0.1  # between two looks for a replica
+_PAUSE_S = 0.1  # between two looks for a replica, if no prompt ends meanwhile
 
 
 class PromptCalls:
@@ -23,6 +25,7 @@ class PromptCalls:
         """``require_running`` raises when no replica will be live."""
         self._replicas, self._clock, self._require_running = replicas, clock, require_running
         self._counts = Counter[int]()  # prompts by replica
+        self._waiting = deque[asyncio.Future[None]]()  # prompts without a replica, the oldest first
 
     async def logprobs(self, ids: TokenIds, top: int = 0, adapter: str = "") -> PromptLogprobs:
         """Return the log-probabilities of ``ids`` by the newest weights, and the ``top`` likeliest tokens in each one's
@@ -36,6 +39,8 @@ class PromptCalls:
                 await self._clock.sleep(_PAUSE_S)
             finally:
                 self._counts[replica.index] -= 1
+                if waiter := next((waiting for waiting in self._waiting if not waiting.done()), None):
+                    waiter.set_result(None)
 
     async def _acquire(self) -> Replica:
         while True:
@@ -55,4 +60,7 @@ class PromptCalls:
                 replica = min(free_replicas, key=lambda free: (self._counts[free.index], len(free.calls)))
                 self._counts[replica.index] += 1
                 return replica
-            await self._clock.sleep(_PAUSE_S)
+            self._waiting.append(waiter := asyncio.get_running_loop().create_future())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waiter, _PAUSE_S)
+            self._waiting.remove(waiter)

@@ -6,7 +6,10 @@ Nothing is written to the run's folder, and no weight on disk changes: the train
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import os
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -21,6 +24,8 @@ from headway.orchestrator.preflight.capacity import exports_weights, peak_reside
 from headway.orchestrator.preflight.logprob_agreement import require_agreement, trainer_scores
 from headway.orchestrator.preflight.step_timing import StepTimes, time_steps
 from headway.orchestrator.task_sets import named_verifiers
+from headway.orchestrator.teachers.stage import TeacherStage
+from headway.orchestrator.teachers.start import start_teachers
 from headway.records.check_report import Calibration
 from headway.records.errors import HeadwayError, Interrupted, NoProgress, WorkerDied
 from headway.records.generation import EngineStatistics, GenerationRequest, SamplingParameters
@@ -28,6 +33,8 @@ from headway.records.task import Task
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import sharing
+from headway.runtime.run_directory import RunDirectory
+from headway.runtime.stalls.waits import Waits
 from headway.runtime.supervision import cancel_all, handled_signals
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.client import TrainerClient
@@ -41,6 +48,7 @@ _TIMEOUT_FACTOR = 6.0  # the calibration gives up when it takes so many times lo
 # Shares of the seconds: prompts alone, few requests, all requests, all requests beside the trainer; the rest is for the
 # weights.
 _PREFILL_SHARE, _FEW_SHARE, _ALL_SHARE, _BESIDE_SHARE = 0.06, 0.12, 0.36, 0.36
+_TEACH_SHARE = 0.2  # on top of these, where teachers score rollouts
 
 
 def calibrate(
@@ -120,14 +128,16 @@ class _CalibrationRun:
         self._seconds = seconds
         self._on_progress = on_progress
         self._clock: Clock = RealClock()
+        self._tasks, self._launcher = tasks, machines.launcher
+        self._teachers: TeacherStage | None = None
         launcher, bring_to = machines.launcher, machines.bring_to
         self._generator = GeneratorPool(launcher, experiment, self._clock, on_event=self._on_event, bring_to=bring_to)
         trainer_options = {"host_of": machines.host_of, "exports_weights": exports_weights(experiment)}
         self._trainer = TrainerClient(launcher, experiment, identity, **trainer_options)
         named_settings = named_verifiers(experiment, {"train": tasks})
         self._verifier = VerifierPool(launcher, experiment.verifier, self._clock, named=named_settings, retries=0)
-        tokenizer = Tokenizer.of(experiment)
-        self._load = CalibrationLoad(experiment, self._generator, self._verifier, tokenizer, tasks, self._clock)
+        self._tokenizer = Tokenizer.of(experiment)
+        self._load = CalibrationLoad(experiment, self._generator, self._verifier, self._tokenizer, tasks, self._clock)
         self._death: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._start_s = 0.0
 
@@ -137,6 +147,11 @@ class _CalibrationRun:
         for actor in (self._trainer, self._generator, self._verifier):
             stack.push_async_callback(actor.stop)
         await asyncio.gather(self._trainer.start(), self._generator.start(), self._verifier.start())
+        run = self._experiment.run.model_copy(update={"directory": stack.enter_context(tempfile.TemporaryDirectory())})
+        RunDirectory(run.directory).logs.mkdir()
+        experiment, waits = self._experiment.model_copy(update={"run": run}), Waits(self._clock.now)
+        settings = (self._tokenizer, self._tasks, self._launcher, self._clock, waits, self._on_event)
+        self._teachers = await start_teachers(experiment, *settings, stack)
         self._start_s = self._clock.now() - started_s
 
     async def measure(self) -> tuple[Calibration, LengthDistribution]:
@@ -191,6 +206,7 @@ class _CalibrationRun:
             await load.stop()
             self._report_phase("verifies")
             verify_s = await self._verify()
+            teach_s = await self._teach()
         finally:
             await cancel_all(load_task)
         lengths, prompt_lengths = self._lengths(), load.prompt_tokens or [1]
@@ -216,6 +232,7 @@ class _CalibrationRun:
             apply_s=apply_s,
             pause_s=pause_s,
             verify_response_s=verify_s,
+            teach_response_s=teach_s,
             groups=len(load.groups),
             accepted_groups=load.accepted,
             failed_rollouts=len(load.failures),
@@ -314,6 +331,24 @@ class _CalibrationRun:
             await self._verifier.verify(task, texts)
             response_times = [(self._clock.now() - started_s) / len(texts)]
         return quantile(response_times, 0.5)
+
+    async def _teach(self) -> float:
+        """Measure the seconds of a rollout at teachers outside of the trainer, one of those that they score at once,
+        its share of the group's probe included; 0 without any. Raises HeadwayError for one that fails."""
+        at_once = sum(teacher.at_once for teacher in self._experiment.used_teachers.values())
+        if self._teachers is None or not at_once or not self._load.complete:
+            return 0.0
+        self._report_phase("has teachers score")
+        groups, started_s, count = itertools.cycle(self._load.complete), self._clock.now(), 0
+        concurrent_groups = 1 + math.ceil(at_once / self._experiment.rollout.group_size)
+        while (elapsed_s := self._clock.now() - started_s) < self._seconds * _TEACH_SHARE:
+            taken_groups = itertools.islice(groups, concurrent_groups)
+            scored = await asyncio.gather(*(self._teachers.score(*group) for group in taken_groups))
+            rollouts = list(itertools.chain(*scored))
+            if failure := next((rollout.failure for rollout in rollouts if rollout.failure), None):
+                raise HeadwayError(failure.cause)
+            count += len(rollouts)
+        return at_once * elapsed_s / count
 
     def _resident_bytes(self) -> dict[str, int]:
         pid_by_worker = {f"generator-{index}": pid for index, pid in enumerate(self._generator.pids)}

@@ -47,6 +47,7 @@ class CalibrationLoad:
         self.groups: list[tuple[int, ...]] = []  # lengths of the members of groups that ended whole and verified
         self.accepted = 0  # of them, trainable
         self.responses: list[Rollout] = []  # some that ended, for batches to be made of
+        self.complete: list[tuple[Group, tuple[Rollout, ...]]] = []  # some groups whose members all ended
         self.tasks: dict[int, Task] = {}  # group -> its task, of those responses
         self.prompt_tokens: list[int] = []
         self.failures: list[str] = []
@@ -140,6 +141,8 @@ class CalibrationLoad:
 
     async def _group(self, group: Group) -> None:
         rollouts = await asyncio.gather(*(self._member(group, member) for member in range(group.size)))
+        if not self._stopping and len(self.complete) < _KEPT:
+            self.complete.append((group, tuple(rollouts)))
         if self._stopping or self._verifying >= self._experiment.verifier.workers:
             return  # no queue before the verifiers: it would hide how fast they are
         self._verifying += 1

@@ -9,6 +9,7 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   prefill, ``prefill_tokens_per_step``, and the float32 logits of every slot with what sampling makes of them. An
   adapter's revisions A·b each (with panels 8·A more): two, or under ``finish`` the budget's and two. vLLM
   keeps weights and KV as ``generator.dtype`` has them; with ``tensor_parallel_size`` each GPU has its share of both
+- teacher's replica: the same for one sequence, without what new versions need
 - trainer rank: float32 weights, gradients and two moments 16·P, in bfloat16 (`trainer/master_weights.py`) the weights
   once more, 18·P; beside an adapter of A weights b·P, quantised P or 0.57·P, and 16·A or 18·A; the reference model P·b;
   activations of a micro-batch (`ModelSizes.activation_bytes`,
@@ -129,7 +130,7 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
         *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]
     other_uses = (MemoryUse(name=name, location=location, parts=parts) for name, location, parts in uses)
-    return [*_generators(experiment, model), *_teachers(experiment), *_trainers(experiment, model), *other_uses]
+    return [*_generators(experiment, model), *teacher_uses(experiment), *_trainers(experiment, model), *other_uses]
 
 
 def expert_bytes(experiment: Experiment) -> int:
@@ -174,17 +175,22 @@ def _generators(experiment: Experiment, model: ModelSizes, role: str = "generato
     for index, device in enumerate(experiment.generator.devices):
         is_widened = parse_device(device).kind == "cpu" and not cpu_multiplies_bfloat16()
         dtype = "float32" if is_widened else experiment.generator.dtype
-        yield from _generator(experiment, model, f"{role}-{index}", device, bytes_of(dtype))
+        is_updated = role == "generator"
+        yield from _generator(experiment, model, f"{role}-{index}", device, bytes_of(dtype), is_updated)
 
 
-def _teachers(experiment: Experiment) -> Iterator[MemoryUse]:
+def teacher_uses(experiment: Experiment) -> Iterator[MemoryUse]:
+    """Yield the memory that the replicas of teachers need."""
     for name, teacher in experiment.used_teachers.items():
         scorers = teacher_experiment(experiment, teacher)
         yield from _generators(scorers, sizes_of(teacher.path), f"teacher-{name}") if teacher.devices else ()
 
 
-def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str, width: int) -> Iterator[MemoryUse]:
-    """``width``: bytes of a number it computes with, which KV and weights are kept as."""
+def _generator(
+    experiment: Experiment, model: ModelSizes, name: str, device: str, width: int, updated: bool
+) -> Iterator[MemoryUse]:
+    """``width``: bytes of a number it computes with, which KV and weights are kept as. ``updated``: it gets new
+    versions, as no teacher does."""
     settings, weight_count = experiment.generator, model.parameters
     if settings.engine == "vllm-server":
         parts = {"base": BASE_BYTES["generator"], "written for the server": weight_count * bytes_of(settings.dtype)}
@@ -205,11 +211,11 @@ def _generator(experiment: Experiment, model: ModelSizes, name: str, device: str
         "weights": 4 * weight_count,  # in bfloat16 half of it stays
         "adapter": revisions * trained * (width + (8 if packed else 0)),  # panels of B hold a product's ranks together
         # those of the next version are packed beside them
-        "packed weights": (4 if is_adapted else 8) * model.dense_parameters if packed else 0,
+        "packed weights": (8 if updated and not is_adapted else 4) * model.dense_parameters if packed else 0,
         "KV cache": kv_bytes,
         "activations": _step_bytes(experiment, model, width),
     }
-    host_parts = {"base": BASE_BYTES["generator"], "update buffer": trained * bytes_of(settings.dtype)}
+    host_parts = {"base": BASE_BYTES["generator"], "update buffer": updated * trained * bytes_of(settings.dtype)}
     host_parts |= _of_grammars(experiment)
     yield from _on_device(experiment, name, device, device_parts, host_parts)
 

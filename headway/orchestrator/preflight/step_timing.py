@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.algorithms.teacher_scores import score_rows
 from headway.config.schema import Experiment
 from headway.control.lengths import LengthDistribution
 from headway.control.summaries import quantile
 from headway.records.clients import Trainer
-from headway.records.generation import VersionSpan
+from headway.records.generation import PromptLogprobs, VersionSpan
 from headway.records.rollout import Rollout, Sample
-from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
+from headway.records.tokens import TEACHER, TokenIds, TokenLogprobs, TokenMask, TokenRows
 from headway.records.training import TrainBatch
 from headway.runtime.clock import Clock
 
@@ -107,11 +108,14 @@ def _batch(
     pool = [rollout for rollout in seen if rollout.response_ids]
     pooled_ids = TokenIds.joined(rollout.response_ids for rollout in pool).array if pool else np.ones(1, np.int32)
     samples: list[Sample] = []
+    rules = experiment.rules
     for index in range(count):
         tokens = lengths.quantile((index + 0.5) / count)
         start_index = (index * 7919) % len(pooled_ids)
         response_ids = TokenIds.view(np.take(pooled_ids, np.arange(start_index, start_index + tokens), mode="wrap"))
         prompt = pool[(index // group_size) % len(pool)].prompt_ids if pool else (1,)  # a group's members share theirs
+        rule = rules.used[index // group_size % len(rules.used)]
+        teacher = experiment.teachers.get(rules.algorithms[rule].teacher)
         rollout = Rollout(
             group=step * count + index // group_size,
             member=index % group_size,
@@ -120,6 +124,15 @@ def _batch(
             response_logprobs=TokenLogprobs.filled(_LOGPROB, tokens),
             response_mask=TokenMask.filled(True, tokens),
             versions=(VersionSpan(version=step, tokens=tokens),),
+            token_rows=_made_up_scores(len(prompt), tokens, teacher.top_k or 0) if teacher and teacher.scores else {},
         )
-        samples.append(Sample(rollout=rollout, advantage=1.0 if index % 2 else -1.0))
+        samples.append(Sample(rollout=rollout, advantage=1.0 if index % 2 else -1.0, rule=rule))
     return TrainBatch(step=step, samples=tuple(samples))
+
+
+def _made_up_scores(prompt: int, response: int, top: int) -> dict[str, TokenRows]:
+    """Rows of a teacher outside of the trainer for a sequence of ``prompt`` and ``response`` tokens."""
+    tokens, ids = prompt + response, np.tile(np.arange(top, dtype=np.int32), (prompt + response, 1))
+    logprobs = np.full(tokens, _LOGPROB, np.float32)
+    scores = PromptLogprobs(version=0, logprobs=logprobs, top_ids=ids, top_logprobs=(-1 - ids).astype(np.float32))
+    return {TEACHER: score_rows(scores, np.arange(tokens) >= prompt)}

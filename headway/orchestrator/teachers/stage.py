@@ -72,6 +72,33 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class BusyTime:
+    """Measures the time in which at least one block ``with`` it runs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._running, self._since_s, self._busy_s = 0, 0.0, 0.0
+
+    def __enter__(self) -> None:
+        self._count()
+        self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._count()
+        self._running -= 1
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        self._count()
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    def _count(self) -> None:
+        now_s = self._clock.now()
+        self._busy_s += now_s - self._since_s if self._running else 0.0
+        self._since_s = now_s
+
+
 class TeacherStage:
     """Scores the rollouts of finished groups by the teachers that their sources' rules name.
 
@@ -95,7 +122,7 @@ class TeacherStage:
             if teacher.scores
         }
         self._identities: dict[str, Identity] = {}
-        self._scoring, self._since_s = 0, 0.0  # groups that are being scored, and since when some are
+        self._busy = BusyTime(clock)
         self._statistics = TeacherStatistics()
 
     async def start(self) -> None:
@@ -120,8 +147,8 @@ class TeacherStage:
 
     def take_statistics(self) -> TeacherStatistics | None:
         """The statistics since the last call; None if all teachers are in the trainer."""
-        self._count_busy()
-        statistics, self._statistics = self._statistics, TeacherStatistics()
+        statistics = msgspec.structs.replace(self._statistics, busy_s=self._busy.take())
+        self._statistics = TeacherStatistics()
         return statistics if self._scorers else None
 
     async def score(self, group: Group, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
@@ -139,15 +166,9 @@ class TeacherStage:
         if scorer is None:
             rows = {} if context is None else {CONTEXT: TokenRows.of([context.array.tolist()], 4)}
             return tuple(_with_rows(rollout, rows) if rollout in unscored else rollout for rollout in rollouts)
-        self._count_busy()
-        self._scoring += 1
-        try:
-            with self._waits.on("a teacher", LOOPS, f"group {group.index}"):
-                outcomes = await asyncio.gather(*(self._scored(name, rollout, context) for rollout in unscored))
-                difference = await self._changed(name, scorer)
-        finally:
-            self._count_busy()
-            self._scoring -= 1
+        with self._busy, self._waits.on("a teacher", LOOPS, f"group {group.index}"):
+            outcomes = await asyncio.gather(*(self._scored(name, rollout, context) for rollout in unscored))
+            difference = await self._changed(name, scorer)
         if difference:
             outcomes = [_failed(rollout, difference) for rollout in unscored]
         self._count(outcomes)
@@ -210,12 +231,6 @@ class TeacherStage:
             tokens=statistics.tokens + sum(mark.tokens for mark in marks),
             cost=statistics.cost + sum(mark.cost for mark in marks),
         )
-
-    def _count_busy(self) -> None:
-        now_s = self._clock.now()
-        busy_s = now_s - self._since_s if self._scoring else 0.0
-        self._statistics = msgspec.structs.replace(self._statistics, busy_s=self._statistics.busy_s + busy_s)
-        self._since_s = now_s
 
 
 def context_ids(teacher: TeacherConfig, task: Task, tokenizer: Tokenizer, experiment: Experiment) -> TokenIds | None:

@@ -24,7 +24,7 @@ def plan_rows(plan: RunPlan) -> dict[str, str]:
         end_names = list(dict.fromkeys((*stage.names[:1], *stage.names[-1:])))
         rows[stage.name] = (
             f"{len(stage.names)} {stage.device} ({' to '.join(end_names)}): {stage.copies} x {stage.spread}{slots_text}"
-            f"{memory_text}; alone {quantity(stage.samples_per_s)} samples/s"
+            f"{memory_text}; alone {quantity(stage.samples_per_s) if stage.samples_per_s else 'unknown'} samples/s"
         )
     rows["expected"] = (
         f"{quantity(plan.samples_per_s)} samples/s ({quantity(low)} to {quantity(high)}: {plan.error_is})"

@@ -193,13 +193,16 @@ def _queue(
     waits_by_kind = Counter(wait.kind for wait in waits.waits) if waits is not None else Counter[str]()
     experiment, is_training = tail.experiment, any(kind.startswith("trainer.") for kind in waits_by_kind)
     group_size = 1 if experiment is None else experiment.rollout.group_size
-    verifying_groups = min(queue_state.running_groups, waits_by_kind["verdicts"])
-    queued_groups = min(queue_state.running_groups - verifying_groups, engines.waiting_rollouts // group_size)
+    teaching_groups = min(queue_state.running_groups, waits_by_kind["a teacher"])
+    verifying_groups = min(queue_state.running_groups - teaching_groups, waits_by_kind["verdicts"])
+    generating_groups = queue_state.running_groups - teaching_groups - verifying_groups
+    queued_groups = min(generating_groups, engines.waiting_rollouts // group_size)
     stage_rows = (
         ("admitted", queued_groups, engines.waiting_rollouts),
-        ("generating", queue_state.running_groups - verifying_groups - queued_groups, engines.running_rollouts),
+        ("generating", generating_groups - queued_groups, engines.running_rollouts),
         ("parked", queue_state.parked_groups, None),
         ("verifying", verifying_groups, None),
+        *([("teaching", teaching_groups, None)] if teaching_groups else ()),
         ("buffered", queue_state.buffered_groups, None),
         ("batch", experiment.queue.groups_per_step if is_training and experiment is not None else 0, None),
     )

@@ -119,6 +119,16 @@ def test_a_slow_verifier_binds() -> None:
     assert found.changes[0].key == "verifier.workers"
 
 
+def test_teachers_bind_where_both_sides_wait_for_them() -> None:
+    found = forecast_of({"teach_response_s": 0.1}, teachers=2)
+    assert found.outcome.samples_per_s == pytest.approx(20, rel=0.05)
+    assert found.binding == "teacher"
+    assert "the teachers score 20 samples/s at most" in found.reason
+    best = found.changes[0]
+    assert (best.key, best.value, best.constraint) == ("teachers", "4 rollouts at once", "teacher")
+    assert best.gain == pytest.approx(1.0, abs=0.1)
+
+
 def test_scarce_kv_binds() -> None:
     assert kv_slots(shape_of(kv_tokens=120), 30.0) == 4
     found = forecast_of({"decode_request_s": 0.0, "decode_fixed_s": 0.02}, budget=4, kv_tokens=120)

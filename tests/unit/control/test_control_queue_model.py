@@ -190,6 +190,18 @@ def test_verifiers_and_filters_slow_it_down() -> None:
     assert two == pytest.approx(20, rel=0.05)
 
 
+def test_teachers_score_after_the_verifiers_a_bounded_number_at_once() -> None:
+    """A bound of teachers / seconds; the members of a group are scored side by side, and busy time is counted once."""
+    bound = simulate(model_of(budget=8, train_fixed_s=0.01, verify_response_s=0.001, teach_response_s=0.4, teachers=4))
+    assert bound.samples_per_s == pytest.approx(10, rel=0.05)
+    assert bound.teaching == pytest.approx(1.0, abs=0.01)
+    assert min(bound.trainer_wait, bound.generator_wait) > 0.5
+    idle = simulate(model_of(budget=0, teach_response_s=0.02, teachers=4))
+    steps_per_s = idle.samples_per_s / 16
+    assert 0.02 * steps_per_s < idle.teaching < 4 * 0.02 * steps_per_s + 0.01
+    assert simulate(model_of()).teaching == 0
+
+
 def test_large_batches_are_simulated_in_proportion() -> None:
     large = {"groups_per_step": 512, "slots": 2048, "concurrent_rollouts": 3072, "decode_request_s": 1e-5}
     large |= {"decode_fixed_s": 0.0, "train_fixed_s": 5.0, "verify_response_s": 1e-4, "budget": 2}

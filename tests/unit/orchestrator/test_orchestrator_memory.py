@@ -73,6 +73,15 @@ def test_parameters() -> None:
     assert MODEL.parameters == PARAMETERS
 
 
+def test_a_teachers_replica_gets_no_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "sizes_of", lambda path: MODEL)
+    teacher = {"path": str(tmp_path), "devices": ["cpu:1"], "top_k": 5}
+    parts = uses_of(tmp_path, algorithm={"teacher": "big"}, teachers={"big": teacher})["teacher-big-0 memory"].parts
+    assert parts["weights"] == parts["packed weights"] == 4 * PARAMETERS
+    assert parts["update buffer"] == 0
+    assert parts["KV cache"] == 2 * 2 * 2 * (512 + 16) * 16 * 4  # of one sequence
+
+
 def test_a_generator_on_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = uses_of(tmp_path)["generator-0 memory"].parts
     assert parts["weights"] == parts["packed weights"] / 2 == parts["update buffer"] == 4 * PARAMETERS

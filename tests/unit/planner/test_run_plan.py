@@ -303,3 +303,61 @@ def test_the_example_is_planned_as_the_page_shows(capsys: pytest.CaptureFixture[
     for options in (["--no-simulate"], ["--objective", "cost", "--no-simulate"]):
         assert headway([*arguments, *options]) == 0
         assert " ".join(capsys.readouterr().out.split()) in page
+
+
+TEACHER = """
+[algorithm]
+teacher = "big"
+[teachers.big]
+path = "{model}"
+top_k = 20
+{place}
+"""
+
+
+def with_teacher(files: tuple[str, str], place: str) -> None:
+    model = Path(files[0]).parent / "model"
+    with open(files[0], "a") as file:
+        file.write(TEACHER.format(model=model, place=place))
+
+
+def stage_of(plan: dict[str, Any]) -> dict[str, Any]:
+    (stage,) = [stage for stage in plan["stages"] if stage["name"] == "teacher big"]
+    return stage
+
+
+def test_a_teacher_with_devices_is_a_stage_of_its_prefill_rate(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    free = plan(files, capsys)
+    with_teacher(files, 'devices = ["cuda:8", "cuda:9"]')
+    taught = plan(files, capsys)
+    stage = stage_of(taught)
+    assert (stage["device"], stage["copies"], stage["names"]) == ("H200", 2, ["cuda:8", "cuda:9"])
+    tokens, layers = 200 + 1000 * 1.35, 16 * (1024 * 1024 * 2.5 + 3 * 1024 * 4096)  # of a rollout; parameters
+    assert 0.02 < stage["samples_per_s"] * tokens * 2 * layers / 2 / 989e12 < 1.0  # FLOP/s of a device over its peak
+    assert stage["samples_per_s"] > taught["samples_per_s"] == pytest.approx(free["samples_per_s"], rel=0.02)
+    assert stage["bytes_per_device"] > 2 * layers
+    assert not taught["refused"]
+
+
+def test_a_teacher_by_address_limits_the_plan_by_the_described_time(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_teacher(files, 'address = { url = "http://gpu7:8000", concurrency = 4 }')
+    assert stage_of(plan(files, capsys))["samples_per_s"] == 0, "not known"
+    with open(files[1], "a") as file:
+        file.write("teacher_s = 2.0\n")
+    taught = plan(files, capsys)
+    assert stage_of(taught)["samples_per_s"] == 2.0
+    assert taught["samples_per_s"] == pytest.approx(2.0, rel=0.05)
+    assert taught["trainer_wait"] > 0.5
+    assert any("teachers = 8 rollouts at once" in change for change in taught["changes"]) or taught["changes"] == []
+
+
+def test_a_plan_that_uses_a_teachers_device_is_refused(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_teacher(files, 'devices = ["cuda:0"]')
+    reason = "teacher big: the plan uses its cuda:0; valid: other devices, or a pool without them"
+    assert reason in plan(files, capsys)["refused"]

@@ -75,6 +75,57 @@ def test_simulation_writes_files_of_live_run(tmp_path, capsys):
     assert "scenario" in named
 
 
+def taught_scenario(folder: Path, **teachers: Any) -> Scenario:
+    teacher = {"path": "big", "top_k": 20, "address": "http://gpu7:8000"}
+    return scenario_from(
+        folder,
+        run={"steps": 30},
+        algorithm={"teacher": "big"},
+        teachers={"big": teacher},
+        hardware={
+            "generator": {"decode_fixed_s": 0.002},
+            "teachers": {"at_once": 2, "rollout_s": 0.1, "token_s": 0.001} | teachers,
+        },
+        workload={"response_tokens": 72, "prompt_tokens": 28},
+        queue={"filter_zero_variance": False},
+    )
+
+
+def test_teachers_score_rollouts_in_their_time_and_a_run_that_waits_for_them_is_named_so(tmp_path, capsys):
+    """Two at once, each 0.1 s + 100 tokens x 1 ms: 10 rollouts a second."""
+    outcome = simulate(taught_scenario(tmp_path))
+    assert outcome.balance == "teacher-bound"
+    assert outcome.samples_per_s == pytest.approx(10, rel=0.08)
+    assert outcome.summary.accounting_balanced
+    sections = [step.teaching for step in steps_of(tmp_path) if step.teaching]
+    assert sum(section.tokens for section in sections) == 100 * sum(section.rollouts for section in sections)
+    steady_steps = steps_of(tmp_path)[10:20]
+    assert sum(step.teaching.busy_s for step in steady_steps) == pytest.approx(sum(s.step_s for s in steady_steps))
+    assert headway(["report", str(tmp_path / "run")]) == 0
+    assert "Teacher-bound" in (text := capsys.readouterr().out)
+    assert "rollouts scored" in " ".join(text.split())
+    assert headway(["doctor", str(tmp_path / "run")]) == 0
+    assert "the teachers: the trainer waits" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_simulation_of_a_taught_run_keeps_its_teachers(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = simulate(taught_scenario(tmp_path))
+    assert headway(["simulate", "run", "--write", "again.toml"]) == 0
+    again = load_scenario("again.toml", ["run.steps=40"])
+    assert again.hardware.teachers.at_once == 8  # requests of the server: address.concurrency
+    outcome = simulate(again)
+    assert (outcome.balance, outcome.samples_per_s) == ("teacher-bound", pytest.approx(first.samples_per_s, rel=0.1))
+
+
+def test_teachers_that_keep_up_change_no_rate(tmp_path):
+    plain = simulate(taught_scenario(tmp_path, rollout_s=0.0, token_s=0.0))
+    assert not any(step.teaching for step in steps_of(tmp_path))
+    quick = simulate(taught_scenario(tmp_path, at_once=32, rollout_s=0.001, token_s=0.0))
+    assert quick.samples_per_s == pytest.approx(plain.samples_per_s, rel=0.05)
+    assert quick.balance == plain.balance != "teacher-bound"
+
+
 def test_synchronous_step_time_is_sum_of_parts(tmp_path):
     """Budget 0, two groups of four, 100 tokens each at 0.01 + 8 x 0.001 s; training 8 x 228 tokens x 1 ms; updates."""
     scenario = scenario_from(

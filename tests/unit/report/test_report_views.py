@@ -18,13 +18,13 @@ from headway.cli.printing import print_json
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
-from headway.records.ledger import Distribution, EventRecord, KernelShare
+from headway.records.ledger import Distribution, EventRecord, KernelShare, TeacherStatistics
 from headway.report.dry_run import dry_run_rows
 from headway.report.live_view import LiveState, LiveView, bar, evaluation_line, screen, sparkline, step_line
 from headway.report.progress_bars import SftProgress
 from headway.report.recorded_samples import RecordedSample, RecordedSamples, SampleSelection, show_samples, visible
 from headway.report.tables import mapping_rows, print_rows, print_summary, sft_rows, summary_rows
-from headway.report.verdict import judge_learning
+from headway.report.verdict import judge, judge_learning
 from headway.rollout.hosting.service import scores_itself
 from headway.telemetry.metrics import scalars
 from headway.telemetry.summary import summarise
@@ -75,6 +75,35 @@ def test_screen_answers_the_three_questions() -> None:
     assert "step 60/200" in text
     assert "left" not in text  # the run has ended
     assert "trained 3,840 · filtered 960" in text
+
+
+def test_streams_and_teachers_have_figures_where_there_are_several() -> None:
+    """Means of the steps for streams with tokens, totals of the teachers; nothing in a run of one stream."""
+    streams = {"policy": (0.25, 100.0, 1.5), "teacher": (-0.5, 2000.0, 3.0), "imitate": (0.0, 0.0, 0.0)}
+    metrics = {
+        f"stream_{name}_{figure}": number
+        for name, figures in streams.items()
+        for figure, number in zip(("loss", "tokens", "slope"), figures, strict=True)
+    }
+    teaching = TeacherStatistics(rollouts=30, failures=2, tokens=4000, cost=0.5, busy_s=0.5)
+    state = LiveState(experiment())
+    state.take(step_record(0))
+    sentences = judge([step_record(0)], summarise([step_record(0)]), 4).sentences
+    for text in (drawn(state), step_line(state), *sentences.values()):
+        assert "slope" not in text
+        assert "rollouts scored" not in text
+    steps = [step_record(step, step_s=1.0, metrics=metrics, teaching=teaching) for step in (1, 2)]
+    state = LiveState(experiment())
+    for step in steps:
+        state.take(step)
+    stream_text = "policy: loss +0.25, 100 tokens, slope 1.5; teacher: loss -0.5, 2,000 tokens, slope 3"
+    teaching_text = "30 rollouts scored, 2 failed, 4,000 tokens read, at a cost of 0.5, busy 50% of the time"
+    assert f"{stream_text} · {teaching_text}" in step_line(state)
+    assert "60 rollouts scored, 4 failed" in drawn(state)
+    assert "imitate" not in step_line(state)
+    sentences = judge(steps, summarise(steps), 4).sentences
+    assert sentences["From which streams?"] == stream_text
+    assert sentences["What do teachers do?"].startswith("60 rollouts scored, 4 failed, 8,000 tokens read")
 
 
 def test_screen_shows_an_alert_until_it_is_over() -> None:

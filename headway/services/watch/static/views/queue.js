@@ -11,6 +11,7 @@ const RATED = 92; // a gap with a rate over it
 const WHAT = {
   admitted: "opened, waiting for a slot of the generator", generating: "tokens are being sampled",
   parked: "set aside, resumed later", verifying: "answers are being judged",
+  teaching: "teachers score their tokens",
   buffered: "finished, waiting for the trainer", batch: "what the trainer computes now, or collects",
 };
 const SIZES = [24, 20, 16, 14, 12, 10, 8, 7, 6];
