@@ -95,7 +95,9 @@ def test_a_server_answers_as_the_model_computes_here(inputs: Path, monkeypatch: 
                 scores, tokens = await teacher.score(ids, np.arange(len(ids)) > 0, top)
                 assert tokens == len(ids)
                 require_equal(scores, model, ids, top)
-            with pytest.raises(InfrastructureError, match=r"teacher t answered HTTP 400: .*maximum context length is 320"):
+            with pytest.raises(
+                InfrastructureError, match=r"teacher t answered HTTP 400: .*maximum context length is 320"
+            ):
                 await teacher.score(ids_of(400, 40), np.ones(400, np.bool_), 0)
             await teacher.close()
 

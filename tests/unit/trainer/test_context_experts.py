@@ -118,7 +118,7 @@ def require_equal(folder: Path, layout: str, model: str, feature: str) -> None:
     for actual in results:
         worst = difference(actual["gradients"], expected["gradients"])
         print(f"{layout}, {model}, {feature}: {worst:.1e} of the largest gradient")
-        assert worst < (2.5e-6 if feature == "updates" else 2e-6)
+        assert worst < (2.5e-6 if feature in ("updates", "fewer samples than ranks") else 2e-6)
         # float32: on one rank, other micro-batches change the first norm by up to 1.8e-6
         assert actual["norms"][0] == pytest.approx(expected["norms"][0], rel=2e-6)
         assert actual["norms"] == pytest.approx(expected["norms"], rel=5e-5)  # of weights that differ by rounding
