@@ -48,8 +48,20 @@ def _require_rules(experiment: Experiment) -> None:
         except ValueError as error:
             sources = ", ".join(repr(name) for name, number in rules.rule_by_source.items() if number == rule)
             raise ValueError(f"{error} (tasks.train {sources})" if rule else str(error)) from None
+    teachers = {algorithm.teacher for algorithm in rules.algorithms}
+    coefficients = {  # of those that have none to weigh
+        f"tasks.train {source.display_name!r}: algorithm": source.algorithm["teacher_coefficient"]
+        for source in sections.train
+        if "teacher_coefficient" in source.algorithm and not rules.of(source.display_name).teacher
+    }
+    if experiment.algorithm.teacher_coefficient != 1 and not any(teachers):
+        coefficients["algorithm"] = experiment.algorithm.teacher_coefficient
+    for origin, coefficient in coefficients.items():
+        raise ValueError(
+            f"{origin}.teacher_coefficient = {coefficient!r} weighs a teacher, and none is named; valid: with teacher"
+        )
     for name in experiment.teachers:
-        if name not in {algorithm.teacher for algorithm in rules.algorithms}:
+        if name not in teachers:
             raise ValueError(f"teachers.{name} teaches nothing: no algorithm.teacher names it")
     if experiment.algorithm.kl_target is not None and len(rules.algorithms) > 1:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -212,7 +213,8 @@ def _explain(item: dict[str, Any], validated: tuple[Any, ...], schema: type[Base
     if item["type"] == "value_error" and (isinstance(item["input"], dict) or "{" in str(item["input"])):
         return f"{key}: {reason}"  # for tables, whose keys the message names
     auto_values = AUTO_KEYS.get(cast("tuple[str, str]", location))
-    return f"{key} = {item['input']!r}: {reason}" + (f"; valid: {auto_values} or {AUTO}" if auto_values else "")
+    value_text = re.sub(r"//[^/]*@", "//...@", repr(item["input"]))  # without the password of a URL
+    return f"{key} = {value_text}: {reason}" + (f"; valid: {auto_values} or {AUTO}" if auto_values else "")
 
 
 def _valid_names(location: tuple[Any, ...], schema: type[BaseModel]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -35,9 +36,12 @@ def require_named(value: str, known: Collection[str]) -> str:
 
 
 def require_http(value: str) -> str:
-    """Return ``value``, an HTTP or HTTPS address. Raises ValueError for any other text."""
+    """Return ``value``, an HTTP or HTTPS address. Raises ValueError for any other text, and for one with a user or
+    password, which would be stored with the run."""
     if not value.startswith(("http://", "https://")):
         raise ValueError("valid: http://... or https://...")
+    if "@" in urlsplit(value).netloc:
+        raise ValueError("it has a user or password; valid: the address alone, with api_key_env for a secret")
     return value
 
 

@@ -24,7 +24,7 @@ from headway.orchestrator.run_device_locks import RunMemory, open_locks, require
 from headway.orchestrator.state import RunState
 from headway.orchestrator.step_metrics import StepMetrics
 from headway.orchestrator.task_selection import make_task_selector
-from headway.orchestrator.task_sets import tasks_data, training_weights
+from headway.orchestrator.task_sets import training_data, training_weights
 from headway.records.clients import Generator, PromptCodec, RolloutMaker, TeacherScores, Trainer, Verifier, Watch
 from headway.records.ledger import LedgerLine
 from headway.records.node import NodeConditions
@@ -142,7 +142,7 @@ def assemble(
         record=actors.record,
         keep_sample=actors.keep_sample,
         directory=experiment.run.directory,
-        tasks=tasks_data(actors.train_tasks),
+        training_data=training_data(actors.train_tasks, actors.demonstrations),
         evaluation_tasks=dict(actors.evaluation_tasks),
         demonstrations=actors.demonstrations,
         started_s=clock.now(),

@@ -87,7 +87,7 @@ class RunContext:
     record: Callable[[LedgerLine], None]
     keep_sample: Callable[[dict[str, object]], None]
     directory: str
-    tasks: dict[str, int | str] = field(default_factory=dict)  # count and digest of the training tasks
+    training_data: dict[str, int | str] = field(default_factory=dict)  # counts and digests: see `training_data`
     evaluation_tasks: dict[str, list[Task]] = field(default_factory=dict)  # split -> tasks
     teachers: TeacherScores | None = None  # None: no rule has any
     demonstrations: Demonstrations | None = None  # trained beside rollouts; None: none are

@@ -67,7 +67,8 @@ class Run:
         run.started_s = run.clock.now()
         is_resume = run.buffer.next_index > 0
         version = run.state.version = run.buffer.completed_steps
-        run.event(EVENT_RESUME if is_resume else EVENT_START, run.directory, start_s=round(run.start_s, 3), **run.tasks)
+        start_event, start_s = EVENT_RESUME if is_resume else EVENT_START, round(run.start_s, 3)
+        run.event(start_event, run.directory, start_s=start_s, **run.training_data)
         self._evaluations.record_best_again(best)
         reopen_groups(run)
         restore_records(run, version if recorded is None else min(recorded, version))

@@ -16,6 +16,7 @@ from headway.records.ledger import LedgerLine
 from headway.records.task import Task
 from headway.rollout.verification.verifiers import VERIFIERS
 from headway.runtime.devices import parse_device
+from headway.tasks.drawn_demonstrations import Demonstrations
 from headway.tasks.source_rows import short
 from headway.tasks.sources import load_tasks, require_disjoint, without_prompts_of
 from headway.telemetry.ledger import EVENT_RESUME, EVENT_START
@@ -101,22 +102,31 @@ def require_pictures(experiment: Experiment, split: str, tasks: Sequence[Task]) 
         raise ConfigurationError(f"tasks.{split}: the prompts of {task.source} have pictures: {reason}")
 
 
-def tasks_data(tasks: Sequence[Task]) -> dict[str, int | str]:
-    """Count and digest of training tasks, in their order, as a run's ledger keeps them where it starts."""
-    ids = "".join(task.task_id for task in tasks)
-    return {"tasks": len(tasks), "tasks_digest": hashlib.blake2b(ids.encode(), digest_size=8).hexdigest()}
+def training_data(tasks: Sequence[Task], demonstrations: Demonstrations | None) -> dict[str, int | str]:
+    """Count and digest of training tasks, in their order, and of demonstrations, if there are any, as a run's ledger
+    keeps them where it starts."""
+    counts: dict[str, int | str] = {"tasks": len(tasks)}
+    if tasks:
+        ids = "".join(task.task_id for task in tasks)
+        counts["tasks_digest"] = hashlib.blake2b(ids.encode(), digest_size=8).hexdigest()
+    if demonstrations is not None:
+        counts |= {"demonstrations": len(demonstrations), "demonstrations_digest": demonstrations.digest}
+    return counts
 
 
-def changed_tasks(now: Mapping[str, int | str], lines: Sequence[LedgerLine]) -> str:
-    """Describe how the training tasks differ from those of the run's last start in ``lines``, and what to do. ``now``:
-    their `tasks_data`. "" where they are the same, there are none, or it isn't known."""
-    start = last_event(lines, EVENT_START, EVENT_RESUME)
-    if start is None or not now["tasks"] or start.data.get("tasks_digest", now["tasks_digest"]) == now["tasks_digest"]:
-        return ""
-    return (
-        f"tasks.train has changed since this run began ({now['tasks']} tasks, were {start.data['tasks']}): make clean "
-        "in a project, or another --run.directory, starts a new run"
-    )
+def changed_data(now: Mapping[str, int | str], lines: Sequence[LedgerLine]) -> dict[str, str]:
+    """Describe how the training tasks and demonstrations differ from those of the run's last start in ``lines``, and
+    what to do, by key. ``now``: their `training_data`. Without those that are the same, or aren't known."""
+    start, texts = last_event(lines, EVENT_START, EVENT_RESUME), dict[str, str]()
+    for name, key in (("tasks", "tasks.train"), ("demonstrations", "demonstrations.data")):
+        digests = {data.get(f"{name}_digest") for data in (now, {} if start is None else start.data)}
+        if len(digests - {None}) == 2:
+            assert start is not None
+            texts[key] = (
+                f"{key} has changed since this run began ({now[name]} {name}, were {start.data[name]}): make clean in "
+                "a project, or another --run.directory, starts a new run"
+            )
+    return texts
 
 
 def training_weights(experiment: Experiment) -> dict[str, float]:

@@ -35,7 +35,7 @@ from headway.orchestrator.run_device_locks import join_replica
 from headway.orchestrator.stalls.alert_watch import AlertSettings, watching_alerts
 from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.stop_loop import longest_drain_s
-from headway.orchestrator.task_sets import changed_tasks, load_task_sets, named_verifiers
+from headway.orchestrator.task_sets import changed_data, load_task_sets, named_verifiers
 from headway.orchestrator.teachers.start import start_teachers
 from headway.records.errors import HeadwayError, Interrupted, RunLocked
 from headway.records.ledger import LedgerLine, RunSummary
@@ -134,8 +134,8 @@ async def _train(
         await stack.enter_async_context(watching_alerts(run.context, directory.path, ledger, ledger_lines, ALERTS))
         observers.announce()
         await run.begin(recorded_steps(ledger_lines), last_live_step(ledger_lines), best_version(ledger_lines))
-        if resume and (change_text := changed_tasks(run.context.tasks, ledger_lines)):
-            run.context.event("tasks_changed", change_text)
+        for key, change_text in changed_data(run.context.training_data, ledger_lines).items() if resume else ():
+            run.context.event(f"{key.partition('.')[0]}_changed", change_text)
         await run.train()
         await run.conclude()
         summary = await _summarise(directory, ledger)

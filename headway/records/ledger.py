@@ -79,8 +79,7 @@ class LengthStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthBiasStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Section of a step: length bias over all closed cohorts (control/length_bias.py). A KS statistic is the largest
-    difference of two distribution functions."""
+    """Section of a step: length bias over all closed cohorts; KS: the largest difference of two distributions."""
 
     ks: float = 0.0  # trained against all completed lengths
     scheduling_ks: float = 0.0  # overdue and discarded rollouts: all lengths reached with and without them
@@ -114,8 +113,8 @@ class TeacherStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     rollouts: int = 0  # scored
     failures: int = 0  # rollouts that failed because a teacher did
-    tokens: int = 0  # read
-    cost: float = 0.0  # in the currency of teachers.NAME.address.price_prompt
+    tokens: int = 0  # read, for failed rollouts, retries and probes too
+    cost: float = 0.0  # of these, in the currency of teachers.NAME.address.price_prompt
     busy_s: float = 0.0  # in which a group was being scored
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FILE_NAME = "ledger.jsonl"
 
 # Events whose names the readers know. Any other name is displayed unchanged.
-EVENT_START = "start"  # a run started; data: count (tasks) and digest (tasks_digest) of its training tasks
+EVENT_START = "start"  # a run started; data: counts and digests of its training tasks and demonstrations
 EVENT_RESUME = "resume"  # a run was resumed: steps recorded after it may repeat earlier ones; data as above
 EVENT_LEFT_OUT = (
     "tasks_left_out"  # their own answers don't solve them; detail: a row and why; data: split, source, tasks

@@ -188,13 +188,15 @@ class Learner:
                 sharded.release()
 
     def hidden_states(self, model: PackedModel, batch: MicroBatchArrays, predictors: IntArray) -> Tensor:
-        """Hidden states [J, d] of the micro-batch's rows ``predictors``, without gradient. If ranks divide ``model``,
-        its head stays complete until `release_frozen`."""
-        ids_n, context = self._tensor(batch.input_ids), model.division.context
+        """Hidden states [J, d] of the micro-batch's rows ``predictors``, without gradient. The model in training
+        replays experts as in `logprobs`. If ranks divide ``model``, its head stays complete until `release_frozen`."""
+        ids_n, context = self._ids(batch.input_ids, model), model.division.context
+        replay = self._replay(batch) if model is self.model else None
+        inputs: Any = (ids_n, batch.input_lengths, batch.continues, *(() if replay is None else (replay,)))
 
         @torch.no_grad()
         def compute() -> Tensor:
-            hidden_nd = model.forward_packed(ids_n, batch.input_lengths, batch.continues)
+            hidden_nd = model.forward_packed(*inputs)
             if context is None:
                 return hidden_nd.index_select(0, self._tensor(predictors))
             share = context.share(predictors, len(batch.input_ids), self.device)
@@ -217,9 +219,9 @@ class Learner:
         chosen_model = model or self.model
         replay, expert_counts = self._replay(batch) if chosen_model is self.model else None, (0, 0, 0)
         pictures = self._pictures(batch)
-        input_ids_n = self._tensor(batch.input_ids)
+        input_ids_n = self._ids(batch.input_ids, chosen_model)
         predictors_m = self._tensor(batch.predictors_m)
-        targets_m = self._tensor(arrays.token_ids_n[batch.targets_m])
+        targets_m = self._ids(arrays.token_ids_n[batch.targets_m], chosen_model)
         kept = own_kept = self._kept(batch.targets_m, arrays)
         share, context = None, chosen_model.division.context
         if context is not None:  # each rank scores the loss tokens that its slice predicts
@@ -287,6 +289,10 @@ class Learner:
         rows = np.arange(len(inputs[0]))[scored_slice]
         share = context.share(rows, len(inputs[0]), self.device)
         return share.gather(self.model.head(hidden_nd[share.rows]))
+
+    def _ids(self, ids_n: IntArray, model: PackedModel) -> Tensor:
+        """[N] the ids as ``model`` reads them: a frozen one its last in the place of those that it lacks."""
+        return self._tensor(ids_n if model is self.model else np.minimum(ids_n, model.config.vocabulary_size - 1))
 
     @property
     def routing(self) -> ExpertRouting | None:

@@ -23,7 +23,10 @@ def test_an_ended_run_says_why_and_isnt_trained_on_by_a_resume(tmp_path: Path) -
     tasks.write_text("".join(rows[:150]))
     held.write_text("".join(rows[150:160]))
     evaluation = {"every_steps": 1, "stop_at_solve_rate": 0.01, "samples_per_task": 2, "temperature": 1.0}
+    demonstrations, row = tmp_path / "demonstrations.jsonl", '{"prompt": "1+1=", "solution": "2"}\n'
+    demonstrations.write_text(2 * row)
     more = {"tasks.validation": {"path": str(held)}, "evaluation": evaluation}
+    more["demonstrations"] = {"data": str(demonstrations)}
     config = tiny_run.write_experiment(tmp_path, run={"steps": 100}, **more)
     run = tmp_path / "run"
 
@@ -43,10 +46,13 @@ def test_an_ended_run_says_why_and_isnt_trained_on_by_a_resume(tmp_path: Path) -
     assert tiny_run.events_of(run, "resume") == []
 
     tasks.write_text("".join(rows[:140]))
+    demonstrations.write_text(row)
     on = tiny_run.train(config, "--resume", done[0], f"--run.steps={version + 1}")
     assert on.process.returncode == 0, on.output
     assert tiny_run.steps_of(run)[-1].version == version + 1
     (changed,) = tiny_run.events_of(run, "tasks_changed")
+    (shown,) = tiny_run.events_of(run, "demonstrations_changed")
+    assert "demonstrations.data has changed since this run began (1 demonstrations, were 2)" in shown.detail
     assert changed.detail.startswith("tasks.train has changed since this run began (140 tasks, were 150): make clean")
     assert "warning: tasks.train: has changed since this run began (140 tasks, were 150)" in on.output
 

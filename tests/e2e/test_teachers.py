@@ -151,6 +151,7 @@ def test_a_run_learns_from_its_teacher_through_a_kill(inputs: Path, where: str, 
         scored = [step.teaching for step in steps if step.teaching is not None]
         assert sum(statistics.rollouts for statistics in scored) >= 4 * 4 * 4
         assert all(statistics.failures == 0 for statistics in scored)
+        assert sum(statistics.tokens for statistics in scored) > 0
         assert list(json.loads((run / "teachers.json").read_bytes())) == ["big"]
         require_stored(run, inputs)
     if divergence == "forward":

@@ -16,7 +16,7 @@ from recorded_agent import chat_of
 from scratch_folders import scratch_folder
 
 from headway.config.endpoint import EndpointConfig
-from headway.generator.endpoint.app import App
+from headway.generator.endpoint.app import App, PromptScorer
 from headway.generator.endpoint.server import serving
 from headway.generator.recording.sessions import Session, Sessions
 from headway.records.conversations import OnTokens, RecordedConversation, TurnRequest
@@ -177,6 +177,7 @@ async def served(
     batch: int = 3,
     context_tokens: int = CONTEXT_TOKENS,
     adapters: Sequence[str] = (),
+    prompt_logprobs: PromptScorer | None = None,
     **keys: Any,
 ) -> AsyncIterator[Served]:
     """``keys``: of [endpoint]."""
@@ -188,7 +189,7 @@ async def served(
     model = "models/tiny"
     app = App(
         sessions, engine.chat, settings, model, context_tokens, adapters=adapters, now_s=lambda: 1_800_000_000.5,
-        on_event=lambda name, detail: events.append((name, detail)),
+        on_event=lambda name, detail: events.append((name, detail)), prompt_logprobs=prompt_logprobs,
     )  # fmt: skip
     async with serving(app, settings) as address:
         sessions.address = address

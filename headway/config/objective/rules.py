@@ -78,6 +78,8 @@ def make_rules(
     algorithms, rule_by_source = [algorithm], dict[str, int]()
     for source in sources:
         rule = _merged(algorithm, source) if source.algorithm else algorithm
+        if rule.model_copy(update={"preset": getattr(algorithm, "preset", "")}) == algorithm:
+            rule = algorithm
         if rule not in algorithms:
             algorithms.append(rule)
         rule_by_source[source.display_name] = algorithms.index(rule)

@@ -50,6 +50,7 @@ _MODELS = "/v1/models"
 _ROLLOUTS = "/v1/rollouts/"
 _REWARD = "/reward"
 _LARGE_BYTES = 20_000  # requests from this size on are tokenized in a thread: it would block the event loop too long
+_MANY_TEXTS = 2_000  # as do responses with texts of more tokens
 _MAX_REPORTED = 64  # kinds of hosted tools that are reported
 _THREADS = 2  # for large requests
 _GRAMMAR_S = 20.0  # longest wait for a grammar that is compiled behind others ...
@@ -163,7 +164,8 @@ class App(HttpApp):
                     parsed = await self._constrained(parsed, dialect, call_plan.text)
                 if parsed.scored is not None and not parsed.scored.answers:
                     prompt_ids = (call_plan or session.recorder.plan(parsed.request)).context_ids
-                    await exchange.reply(200, await self._scored_body(parsed, dialect, prompt_ids, None))
+                    response_body = await exchange.while_connected(self._scored_body(parsed, dialect, prompt_ids, None))
+                    await exchange.reply(200, response_body)
                     return
                 inflight_call = session.call(parsed.request, parsed.client, fingerprint, call_plan)
             if parsed.stream:
@@ -178,7 +180,8 @@ class App(HttpApp):
                     raise inflight_call.error
             if parsed.scored is not None:
                 prompt_ids = inflight_call.call.prompt_ids
-                response_body = await self._scored_body(parsed, dialect, prompt_ids, inflight_call.call)
+                scoring = self._scored_body(parsed, dialect, prompt_ids, inflight_call.call)
+                response_body = await exchange.while_connected(scoring)
             else:
                 response_body = msgspec.json.encode(dialect.response_body(parsed, inflight_call.call))
             await exchange.reply(200, response_body)
@@ -197,7 +200,12 @@ class App(HttpApp):
             scores = await asyncio.gather(*passes)
         except ConfigurationError as error:
             raise RequestRefused(str(error), param="prompt") from None
-        return msgspec.json.encode(dialect.scored_body(parsed, prompt_ids, call, scores))
+
+        def encode() -> bytes:
+            return msgspec.json.encode(dialect.scored_body(parsed, prompt_ids, call, scores))
+
+        texts = (1 + parsed.scored.top) * sum(map(len, paths))
+        return await self._in_thread(encode) if texts > _MANY_TEXTS else encode()
 
     def _report(self, left_out: Sequence[str]) -> None:
         """Report hosted tools that a request names and the model isn't offered, each once."""
@@ -288,10 +296,10 @@ class App(HttpApp):
         path_name = path[len(_MODELS) + 1 :]
         return {**model, "id": path_name} | ({"parent": served_name} if self._adapter_of({"model": path_name}) else {})
 
-    async def _in_thread(self, work: Callable[[CallRequest], T], request: CallRequest) -> T:
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run ``work`` in a thread, at most `_THREADS` at once: other parts of the process share the thread pool."""
         async with self._threads:
-            return await asyncio.to_thread(work, request)
+            return await asyncio.to_thread(work, *arguments)
 
     # --- shared by all routes ---------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from headway.generator.routing.replica import Replica
 from headway.records.errors import WorkerDied
@@ -33,14 +34,17 @@ class PromptCalls:
         can compute, and WorkerDied when all replicas are lost."""
         while True:
             replica = await self._acquire()
+            scoring = asyncio.ensure_future(replica.prompt_logprobs(ids, top, adapter))
+            scoring.add_done_callback(partial(self._release, replica.index))
             try:
-                return await replica.prompt_logprobs(ids, top, adapter)
+                return await asyncio.shield(scoring)  # the replica computes it even if the caller leaves
             except WorkerDied:
                 await self._clock.sleep(_PAUSE_S)
-            finally:
-                self._counts[replica.index] -= 1
-                if waiter := next((waiting for waiting in self._waiting if not waiting.done()), None):
-                    waiter.set_result(None)
+
+    def _release(self, replica: int, _: object) -> None:
+        self._counts[replica] -= 1
+        if waiter := next((waiting for waiting in self._waiting if not waiting.done()), None):
+            waiter.set_result(None)
 
     async def _acquire(self) -> Replica:
         while True:
@@ -61,6 +65,8 @@ class PromptCalls:
                 self._counts[replica.index] += 1
                 return replica
             self._waiting.append(waiter := asyncio.get_running_loop().create_future())
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(waiter, _PAUSE_S)
-            self._waiting.remove(waiter)
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(waiter, _PAUSE_S)
+            finally:
+                self._waiting.remove(waiter)

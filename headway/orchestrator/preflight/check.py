@@ -65,6 +65,7 @@ class _Inputs:
     model: DecoderConfig | HfConfig | None = None
     tokenizer: Tokenizer | None = None
     tasks: dict[str, list[Task]] | None = None  # split -> tasks
+    demonstrations: Demonstrations | None = None
 
 
 def check(
@@ -278,7 +279,7 @@ def _tasks(inputs: _Inputs, findings: Findings) -> None:
 def _demonstrations(inputs: _Inputs, findings: Findings) -> None:
     if inputs.tokenizer is not None:
         with findings.refused("demonstrations"):
-            Demonstrations.read(inputs.experiment, inputs.tokenizer)
+            inputs.demonstrations = Demonstrations.read(inputs.experiment, inputs.tokenizer)
 
 
 def _check_rows(key: str, tasks: Sequence[Task], findings: Findings) -> None:
@@ -459,9 +460,8 @@ def _space(inputs: _Inputs, findings: Findings) -> None:
 
 
 def _run_directory(inputs: _Inputs, findings: Findings) -> None:
-    findings += directory_findings(
-        inputs.experiment, inputs.resume, (inputs.tasks or {}).get("train", ()), ahead=inputs.ahead
-    )
+    train = (inputs.tasks or {}).get("train", ())
+    findings += directory_findings(inputs.experiment, inputs.resume, train, inputs.demonstrations, ahead=inputs.ahead)
 
 
 def _cluster(inputs: _Inputs, findings: Findings) -> None:

@@ -7,15 +7,23 @@ from collections.abc import Sequence
 from headway.config.load import require_resumable
 from headway.config.schema import Experiment
 from headway.orchestrator.preflight.findings import Findings
-from headway.orchestrator.task_sets import changed_tasks, tasks_data
+from headway.orchestrator.task_sets import changed_data, training_data
 from headway.records.task import Task
 from headway.runtime.run_directory import RunDirectory
+from headway.tasks.drawn_demonstrations import Demonstrations
 from headway.telemetry.ledger import read_ledger
 
 
-def directory_findings(experiment: Experiment, resume: bool, train: Sequence[Task], *, ahead: bool = False) -> Findings:
-    """Check the run's folder, and warn where a resume has other training tasks. ``train``: the tasks that were read,
-    none where they couldn't be. ``ahead``: a run that is there is checked as for its resume."""
+def directory_findings(
+    experiment: Experiment,
+    resume: bool,
+    train: Sequence[Task],
+    demonstrations: Demonstrations | None = None,
+    *,
+    ahead: bool = False,
+) -> Findings:
+    """Check the run's folder, and warn where a resume has other training tasks or ``demonstrations``. ``train``: the
+    tasks that were read, none where they couldn't be. ``ahead``: a run that is there is checked as for its resume."""
     findings, directory = Findings(), RunDirectory(experiment.run.directory)
     if ahead and not resume and directory.has_run():
         resume = True
@@ -40,6 +48,6 @@ def directory_findings(experiment: Experiment, resume: bool, train: Sequence[Tas
         with findings.refused("run.directory"):
             require_resumable(directory.read_experiment(), experiment)
             ledger_lines = read_ledger(directory.path) if directory.ledger.is_file() else []
-            if change_text := changed_tasks(tasks_data(train), ledger_lines):
-                findings.warning("tasks.train", change_text.removeprefix("tasks.train "))
+            for key, change_text in changed_data(training_data(train, demonstrations), ledger_lines).items():
+                findings.warning(key, change_text.removeprefix(f"{key} "))
     return findings

@@ -30,6 +30,10 @@ def require_teachers(experiment: Experiment, tokenizer: Tokenizer, tasks: Iterab
             _require_computable(key, teacher, experiment)
         if teacher.path not in (SELF, experiment.model.path):
             _require_same_tokens(key, teacher, experiment, tokenizer)
+        folder = experiment.model.path if teacher.path == SELF else teacher.path
+        vocabulary = read_config(ModelConfig(path=folder)).vocabulary_size
+        if (teacher.top_k or 0) > vocabulary:
+            raise ConfigurationError(f"{key}.top_k = {teacher.top_k}; valid: 1 to {vocabulary}, all ids of {folder!r}")
         taught_tasks = [task for task in tasks if experiment.rules.of(task.source).teacher == name]
         for task in taught_tasks:
             try:

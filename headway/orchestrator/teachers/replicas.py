@@ -66,6 +66,7 @@ class ReplicaTeacher:
         log_directory: Path,
     ) -> None:
         self.called, self._teacher = f"teacher {name}", teacher
+        self.read_tokens, self.cost = 0, 0.0
         options: dict[str, Any] = {"on_event": on_event, "log_directory": log_directory, "role": f"teacher-{name}"}
         self._pool = GeneratorPool(launcher, teacher_experiment(experiment, teacher), clock, **options)
 
@@ -81,6 +82,7 @@ class ReplicaTeacher:
 
     async def score(self, ids: TokenIds, scored: NDArray[np.bool_], top: int) -> tuple[PromptLogprobs, int]:
         """See `ServedTeacher.score`."""
+        self.read_tokens += len(ids)
         try:
             scores = await self._pool.prompts.logprobs(ids, top)
         except HeadwayError as error:

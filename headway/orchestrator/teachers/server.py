@@ -34,7 +34,12 @@ class ServedTeacher:
         self._permits = asyncio.Semaphore(settings.concurrency)
         self._dialect: _Dialect = _headway
         self._model = settings.model
-        self.cost = 0.0  # of this process's requests, in the currency of the price
+        self.read_tokens = 0  # of all requests of this process, failed ones too
+
+    @property
+    def cost(self) -> float:
+        """The cost of ``read_tokens``, in the currency of the price."""
+        return self.read_tokens * self._settings.price_prompt / 1e6
 
     async def start(self) -> str:
         """Ask which model is served; returns its name. Raises ConfigurationError for a server that doesn't answer, has
@@ -74,7 +79,7 @@ class ServedTeacher:
         try:
             return await self._call(path, body, checked, spent), spent.attempts * len(ids)
         finally:
-            self.cost += spent.attempts * len(ids) * self._settings.price_prompt / 1e6
+            self.read_tokens += spent.attempts * len(ids)
 
     async def _call(
         self, path: str, body: dict[str, Any] | None, read: Callable[[object], Any], spent: RequestCosts | None = None

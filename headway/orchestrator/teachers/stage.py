@@ -37,6 +37,12 @@ class TeacherScorer(Protocol):
     """Scores given ids."""
 
     called: str
+    read_tokens: int  # since the process began, of failed requests and probes too
+
+    @property
+    def cost(self) -> float:
+        """The cost of ``read_tokens``."""
+        ...
 
     async def start(self) -> str:
         """Start, and return what names the model. Raises ConfigurationError."""
@@ -124,6 +130,7 @@ class TeacherStage:
         self._identities: dict[str, Identity] = {}
         self._busy = BusyTime(clock)
         self._statistics = TeacherStatistics()
+        self._counted = 0, 0.0  # tokens and cost in the statistics taken so far
 
     async def start(self) -> None:
         """Start the teachers, and compare them with those of the run's start. Raises ConfigurationError."""
@@ -147,9 +154,11 @@ class TeacherStage:
 
     def take_statistics(self) -> TeacherStatistics | None:
         """The statistics since the last call; None if all teachers are in the trainer."""
-        statistics = msgspec.structs.replace(self._statistics, busy_s=self._busy.take())
-        self._statistics = TeacherStatistics()
-        return statistics if self._scorers else None
+        scorers, (tokens, cost) = self._scorers.values(), self._counted
+        self._counted = sum(scorer.read_tokens for scorer in scorers), sum(scorer.cost for scorer in scorers)
+        counted = {"tokens": self._counted[0] - tokens, "cost": self._counted[1] - cost, "busy_s": self._busy.take()}
+        statistics, self._statistics = msgspec.structs.replace(self._statistics, **counted), TeacherStatistics()
+        return statistics if scorers else None
 
     async def score(self, group: Group, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
         """Return the verified ``rollouts`` of a group with their teacher's scores. A rollout whose teacher failed has
@@ -222,14 +231,11 @@ class TeacherStage:
         return Identity(model=model, logprobs=tuple(scores.logprobs[1:].tolist()))
 
     def _count(self, rollouts: Sequence[Rollout]) -> None:
-        marks = [rollout.teacher for rollout in rollouts if rollout.teacher is not None]
         statistics = self._statistics
         self._statistics = msgspec.structs.replace(
             statistics,
-            rollouts=statistics.rollouts + len(marks),
+            rollouts=statistics.rollouts + sum(rollout.teacher is not None for rollout in rollouts),
             failures=statistics.failures + sum(rollout.failure is not None for rollout in rollouts),
-            tokens=statistics.tokens + sum(mark.tokens for mark in marks),
-            cost=statistics.cost + sum(mark.cost for mark in marks),
         )
 
 

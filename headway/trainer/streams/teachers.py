@@ -7,6 +7,7 @@ these that a teacher teaches, ``_s`` per sequence, ``d`` width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -41,6 +42,7 @@ from headway.trainer.streams.divergence import (
     token_divergences,
 )
 
+UNKNOWN = math.log(np.finfo(np.float32).tiny)  # log-probability of an id that a teacher in the trainer lacks, nats
 KeptOf = Callable[[IntArray], MicroBatchSets | None]  # of scored tokens, by their position among these
 
 
@@ -159,6 +161,8 @@ class Teachers:
                 read_arrays = self._as_read(arrays)
                 teacher_j = score(read_arrays, model)[np.flatnonzero(read_arrays.loss_mask_n)][is_taught_j]
                 idx_j = idx_j[is_taught_j]
+                is_unknown_j = arrays.token_ids_n[idx_j] >= model.config.vocabulary_size
+                teacher_j = np.where(is_unknown_j, UNKNOWN, teacher_j)
             rules_j = self._rules_of(idx_j, arrays)
             by_reward_j = np.where(np.take(self._policy_coefficients, rules_j) > 0, advantages_n[idx_j], 0.0)
             added_j = np.take(self._coefficients, rules_j) * (teacher_j - arrays.behaviour_logprobs_n[idx_j])
@@ -206,7 +210,8 @@ class Teachers:
             samples, batch = sequences_j[np.sort(np.unique(sequences_j, return_index=True)[1])], EMPTY_MICRO_BATCH
             if len(samples):
                 sharing = self._shares_prefixes and self._learner.shares_prefixes
-                tree = prefix_tree(read_arrays, samples, with_rows=False) if sharing else None
+                with_rows = model is self._learner.model  # which replays experts
+                tree = prefix_tree(read_arrays, samples, with_rows=with_rows) if sharing else None
                 batch = slice_micro_batch(read_arrays, samples, tree)
             predictors_j = batch.predictors_m
         return self._learner.hidden_states(model, batch, predictors_j)

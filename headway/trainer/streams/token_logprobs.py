@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from headway.models.gpu.recomputation import computed_again
 from headway.models.kernels import target_logprobs
@@ -29,8 +30,12 @@ def token_logprobs(
 
     def head(hidden_cd: Tensor, targets_c: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         stop, logits_cv = first + len(targets_c), model.head(hidden_cd)
-        tensors = () if kept is None else (kept.outside(first, stop), kept.masses_m[first:stop])
-        return target_logprobs(logits_cv, targets_c, temperature, *tensors)
+        if kept is None:
+            return target_logprobs(logits_cv, targets_c, temperature)
+        outside_cv = kept.outside(first, stop)
+        if further := logits_cv.shape[1] - outside_cv.shape[1]:  # a teacher's padding; negative: it has less
+            outside_cv = functional.pad(outside_cv, (0, further), value=True)
+        return target_logprobs(logits_cv, targets_c, temperature, outside_cv, kept.masses_m[first:stop])
 
     vocabulary = model.config.vocabulary_size
     on_gpu = hidden_md.device.type != "cpu" and kept is None

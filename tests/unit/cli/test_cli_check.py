@@ -441,6 +441,17 @@ def test_a_directory_that_holds_a_run_or_is_in_use(setup: Setup) -> None:
     assert "is a file" in setup.messages(run={"directory": str(setup.folder / "file")})["run.directory"]
 
 
+def test_a_resume_with_other_demonstrations(setup: Setup) -> None:
+    (setup.folder / "rows.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n')
+    keys = {"demonstrations": {"data": str(setup.folder / "rows.jsonl")}}
+    with RunDirectory(setup.folder / "run") as run:
+        run.begin(setup.experiment(**keys), resume=False)
+    data = {"demonstrations": 3, "demonstrations_digest": "of others"}
+    (setup.folder / "run/ledger.jsonl").write_bytes(msgspec.json.encode(EventRecord(event="start", data=data)) + b"\n")
+    warned = setup.messages("warning", resume=True, **keys)["demonstrations.data"]
+    assert warned.startswith("has changed since this run began (1 demonstrations, were 3): make clean")
+
+
 def test_what_another_step_will_make_is_no_error_ahead_of_the_run(setup: Setup) -> None:
     nowhere = str(setup.folder / "sft")
 

@@ -23,7 +23,7 @@ def experiment(teacher: dict[str, Any] | None = None, rule: dict[str, Any] | Non
         "teachers": {"big": FOLDER if teacher is None else {"path": "models/big"} | teacher},
     }
     for name, values in sections.items():
-        raw[name] = raw.get(name, {}) | values
+        raw[name] = (raw.get(name, {}) | values) if values else {}
     return validate_experiment(raw, "test")
 
 
@@ -66,6 +66,26 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"environment": {"name": "agents:solve"}, "model": {"path": "models/small", "template": "chat"}},
         "takes the place of a single turn's prompt",
     ),
+    "a password": (
+        {"address": "http://me:hunter2@gpu7:8000", "top_k": 2},
+        {},
+        "teachers.big.address = 'http://...@gpu7:8000': url: it has a user or password; valid: the address alone",
+    ),
+    "a password in a table": (
+        {"address": {"url": "http://me:hunter2@gpu7"}, "top_k": 2},
+        {},
+        "teachers.big.address: url: it has a user or password",
+    ),
+    "a coefficient of no teacher": (
+        {},
+        {"algorithm": {"teacher": "", "teacher_coefficient": 0.5}, "teachers": {}},
+        "algorithm.teacher_coefficient = 0.5 weighs a teacher, and none is named; valid: with teacher",
+    ),
+    "a source's coefficient of no teacher": (
+        {},
+        {"tasks": {"train": [{"path": "a.jsonl", "algorithm": {"teacher": "", "teacher_coefficient": 0.5}}]}},
+        "tasks.train 'a.jsonl': algorithm.teacher_coefficient = 0.5 weighs a teacher, and none is named",
+    ),
     "no such teacher": ({}, {"algorithm": {"teacher": "bigger"}}, "there is no [teachers.bigger]; valid: big"),
     "a teacher without pupils": ({}, {"algorithm": {"teacher": ""}}, "teachers.big teaches nothing"),
 }
@@ -77,6 +97,7 @@ def test_combinations_that_mean_nothing_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         experiment(teacher, **sections)
     assert message in str(caught.value)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_an_address_is_a_text_or_a_table() -> None:
@@ -100,6 +121,20 @@ def test_a_source_may_have_a_teacher_of_its_own() -> None:
     made = experiment({}, {"teacher": ""}, tasks={"train": sources})
     assert [made.rules.of(name).teacher for name in ("a.jsonl", "b.jsonl")] == ["", "big"]
     assert list(made.used_teachers) == ["big"]
+
+
+def test_a_coefficient_is_of_the_sources_that_name_a_teacher() -> None:
+    sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "algorithm": {"teacher": "big"}}]
+    made = experiment({}, {"teacher": "", "teacher_coefficient": 0.5}, tasks={"train": sources})
+    assert made.rules.of("b.jsonl").teacher_coefficient == 0.5
+    assert validate_experiment(made.model_dump(mode="json"), "test") == made
+
+
+def test_a_rule_that_is_written_like_the_preset_is_the_presets() -> None:
+    rules = [{}, {"loss": "ppo_clip", "clip_high": 0.28}, {"clip_high": 0.3}]
+    sources = [{"path": f"{number}.jsonl", "algorithm": rule} for number, rule in enumerate(rules)]
+    made = experiment({}, {"preset": "dapo"}, tasks={"train": sources})
+    assert made.rules.rule_by_source == {"0.jsonl": 0, "1.jsonl": 0, "2.jsonl": 1}
 
 
 def test_a_rule_keeps_the_parameters_that_its_loss_and_advantage_take() -> None:

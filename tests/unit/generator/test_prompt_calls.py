@@ -1,8 +1,9 @@
-"""Prompts wait for a replica that is free, in order."""
+"""Prompts wait in order for a replica that is free: how many each has at once, also when callers leave."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 from headway.generator.routing.prompt_calls import PromptCalls
@@ -36,3 +37,30 @@ def test_a_quick_replica_is_never_idle_while_prompts_wait() -> None:
     prompts, seconds = run_virtual(main)
     assert prompts == list(range(60))
     assert abs(seconds - 0.06) < 1e-6
+
+
+def test_a_replica_has_two_prompts_although_callers_leave() -> None:
+    passes: list[int] = []
+    ends = asyncio.Event()
+
+    async def prompt_logprobs(ids: TokenIds, top: int, adapter: str) -> Any:
+        passes.append(ids[0])
+        await ends.wait()
+        return ids
+
+    async def main(clock: Clock) -> None:
+        state = dict.fromkeys(("draining", "yielded", "silent"), False)
+        replica: Any = SimpleNamespace(index=0, live=True, update=0, calls=(), prompt_logprobs=prompt_logprobs, **state)
+        prompts = PromptCalls([replica], clock, lambda: None)
+        callers = [asyncio.create_task(prompts.logprobs(TokenIds((number,)))) for number in range(4)]
+        await clock.sleep(1)
+        assert passes == [0, 1]
+        for leaving in callers[:3]:  # two that are computed, and one that waits
+            leaving.cancel()
+        await clock.sleep(1)
+        assert passes == [0, 1]
+        ends.set()
+        assert list(await callers[3]) == [3]
+        assert passes == [0, 1, 3]
+
+    run_virtual(main)

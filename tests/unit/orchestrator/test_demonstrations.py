@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.config.load import validate_experiment
+from headway.orchestrator.task_sets import changed_data, training_data
 from headway.records.errors import BufferCorrupt, ConfigurationError
 from headway.records.ledger import StepRecord
 from headway.tasks.drawn_demonstrations import Demonstrations, demonstrations_of
@@ -93,6 +94,19 @@ def test_books_rates_and_credit_are_those_of_a_run_without() -> None:
     assert plain.endings == shown.endings
     assert isinstance(shown.trainer, FakeTrainer)
     assert all(isinstance(step, StepRecord) and step.demonstrations == 3 for step in shown.steps)
+
+
+def test_a_resume_with_other_demonstrations_is_noticed() -> None:
+    experiment = experiment_of(Path("none"), rollout={"group_size": 4}, queue={"groups_per_step": 4, "budget": 2})
+    lines = simulate(experiment, demonstrations=Demonstrations(rows_of(10), 3, 7)).lines
+    assert changed_data(training_data([], Demonstrations(rows_of(10), 2, 1)), lines) == {}
+    assert changed_data(training_data([], None), lines) == {}
+    other = training_data([], Demonstrations(rows_of(9), 3, 7))
+    assert changed_data(other, []) == {}
+    changed = changed_data(other, lines)
+    assert list(changed) == ["demonstrations.data"]
+    expected = "demonstrations.data has changed since this run began (9 demonstrations, were 10): make clean in"
+    assert changed["demonstrations.data"].startswith(expected)
 
 
 def read(folder: Path, rows: list[dict[str, Any]], **sections: Any) -> Demonstrations | None:

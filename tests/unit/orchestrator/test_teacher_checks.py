@@ -143,6 +143,17 @@ def test_replicas_of_a_teacher_run_what_the_generators_start(folder: Path) -> No
         assert on_gpu.engine_arguments == {"max_logprobs": 20, "tensor_parallel_size": 2}
 
 
+@pytest.mark.parametrize("keys", [{}, {"devices": ["cpu:0"]}])
+def test_more_likeliest_tokens_than_a_teacher_has_are_refused(folder: Path, keys: dict[str, Any]) -> None:
+    path = changed_model(folder, "same")
+    ids = sizes_of(path).vocabulary_size
+    check(folder, path, top_k=ids, **keys)
+    with pytest.raises(ConfigurationError, match=rf"teachers.big.top_k = {ids + 1}; valid: 1 to {ids}, all ids of"):
+        check(folder, path, top_k=ids + 1, **keys)
+    with pytest.raises(ConfigurationError, match=rf"teachers.big.top_k = {ids + 1}; valid: 1 to {ids}, all ids of"):
+        check(folder, "self", top_k=ids + 1)
+
+
 @pytest.mark.parametrize(
     ("context", "task", "message"),
     [

@@ -17,7 +17,7 @@ from headway.algorithms.teacher_scores import read_scores
 from headway.config.load import validate_experiment
 from headway.orchestrator.teachers.stage import TeacherStage, read_identities
 from headway.records.errors import ConfigurationError
-from headway.records.generation import VersionSpan
+from headway.records.generation import VersionSpan, probe_ids
 from headway.records.ledger import TeacherStatistics
 from headway.records.rollout import Branch, Group, Rollout
 from headway.records.task import Task
@@ -173,9 +173,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_infrastructure_and_named_and_one_is_retried(tmp_path: Path, owner: str, fault: str) -> None:
     with teacher_server(owner=owner) as server:
-        settings = experiment(tmp_path, {"url": server.url, "timeout_s": 1.0})
+        settings = experiment(tmp_path, {"url": server.url, "timeout_s": 1.0, "price_prompt": 2e6})
 
         async def use(stage: TeacherStage) -> None:
+            probe = len(probe_ids(0, Codec.vocabulary_size, 40))
             server.fault, server.faults = fault, 1
             (retried,) = await stage.score(group(), (rollout(0),))
             require_scores(retried, server.logprobs)
@@ -191,7 +192,10 @@ def test_faults_are_infrastructure_and_named_and_one_is_retried(tmp_path: Path, 
             assert left == rollout(1, removal="pruned")
             statistics = stage.take_statistics()
             assert statistics is not None
-            assert (statistics.rollouts, statistics.failures, statistics.tokens) == (1, 1, 10)
+            assert (statistics.rollouts, statistics.failures) == (1, 1)
+            # each rollout of 5 twice, the start's probe and one a group, the last twice if the fault is in probes too
+            tokens = 20 + (3 if fault in ("fewer others", "huge id") else 4) * probe
+            assert (statistics.tokens, statistics.cost) == (tokens, 2.0 * tokens)
             assert statistics.busy_s > 0
             assert stage.take_statistics() == TeacherStatistics()
 

@@ -22,8 +22,8 @@ from headway.models.routing import replayed_routing
 from headway.records.errors import ConfigurationError, ExpertsMismatch
 from headway.records.generation import GenerationResult
 from headway.records.rollout import Rollout, Sample
-from headway.records.tokens import EXPERTS, ExpertRouting, TokenRows
-from headway.records.training import TrainBatch
+from headway.records.tokens import EXPERTS, ExpertRouting, TokenIds, TokenMask, TokenRows
+from headway.records.training import DrawnDemonstration, TrainBatch
 from headway.trainer.service import TrainerService
 from tests.conformance.engine import VOCABULARY, Session, request
 from tests.conformance.reference import random_model
@@ -55,12 +55,12 @@ def noisy(model: str, noise: float) -> Decoder:
     return found
 
 
-def sampled(engine: Decoder, groups: int = 3, members: int = 3) -> TrainBatch:
+def sampled(engine: Decoder, groups: int = 3, members: int = 3, prompt_tokens: int = 4) -> TrainBatch:
     """A batch that an engine with this model samples, a group's members from one prompt."""
     session = Session(TorchEngine(copy.deepcopy(engine), slots=4, max_context_tokens=96, return_experts=True))
     chance, samples = random.Random(0), list[Sample]()
     for group in range(groups):
-        prompt = [chance.randrange(VOCABULARY) for _ in range(4 + group)]
+        prompt = [chance.randrange(VOCABULARY) for _ in range(prompt_tokens + group)]
         for member in range(members):
             session.submit(request(f"{group}-{member}", prompt, max_tokens=5 + member, seed=7 * group + member))
     for name, result in session.run().items():
@@ -100,6 +100,26 @@ def test_replay_takes_the_noisy_engines_experts(model: str, shared_prefix: bool)
     assert 0.5 < on["experts_replayed"] < 1.0  # a prompt's tokens have none in the last layer
     assert on["mismatch_k3"] < 0.5 * off["mismatch_k3"]
     assert not any(name.startswith("experts") for name in off)
+
+
+@pytest.mark.parametrize("shared_prefix", [True, False])
+@pytest.mark.parametrize("demonstrates", [False, True])
+def test_a_teacher_that_is_the_policy_replays_its_experts(model: str, shared_prefix: bool, demonstrates: bool) -> None:
+    """Its divergence is 0, also where it reads a batch of its own, without the demonstrations."""
+    sections: dict[str, Any] = {
+        "trainer": {"shared_prefix": shared_prefix, "micro_batch_tokens": 60},
+        "algorithm": {"teacher": "t", "policy_coefficient": 0.0},
+        "teachers": {"t": {"path": "self"}},
+    }
+    batch = sampled(noisy(model, 0.1), prompt_tokens=20)
+    if demonstrates:
+        sections["demonstrations"] = {"data": "rows.jsonl"}
+        learned = TokenMask([False, False, True, True])
+        demonstration = DrawnDemonstration(row=0, ids=TokenIds((1, 2, 3, 4)), learned=learned)
+        batch = TrainBatch(step=0, samples=batch.samples, demonstrations=(demonstration,))
+    metrics = service(model, **sections).train_step(lay_out(batch)).metrics
+    assert metrics["experts_disagree"] > 0.02
+    assert abs(metrics["stream_teacher_loss"]) <= 1e-6
 
 
 def test_an_equal_engine_disagrees_nowhere_and_replay_changes_nothing(model: str) -> None:

@@ -20,10 +20,10 @@ from headway.models.decoder import Decoder
 from headway.models.loading import load_model
 from headway.records.generation import PromptLogprobs
 from headway.records.rollout import Rollout
-from headway.records.tokens import CONTEXT, TEACHER, RowLengths, TokenIds, TokenMask, TokenRows
+from headway.records.tokens import CONTEXT, KEPT, TEACHER, RowLengths, TokenIds, TokenMask, TokenRows
 from headway.records.training import DrawnDemonstration, TrainBatch
 from headway.trainer.service import TrainerService
-from headway.trainer.streams.teachers import with_contexts
+from headway.trainer.streams.teachers import UNKNOWN, with_contexts
 
 torch.set_num_threads(1)
 
@@ -248,3 +248,45 @@ def test_a_teacher_with_more_rows_is_compared_over_the_models(folder: Path) -> N
         for name, parameter in teacher.named_parameters():
             parameter[: len(named[name])] = named[name] if parameter.ndim > 1 else named[name][: len(parameter)]
     close(gradient(trainer, arrays), gradient(other, arrays))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("rows", [VOCABULARY - 4, VOCABULARY + 9])
+def test_a_teacher_with_other_rows_scores_sampled_tokens(folder: Path, rows: int, keeps: bool) -> None:
+    """An id that it lacks is as unlikely as can be, and read as its last one."""
+
+    def kept(rollout: Rollout) -> Rollout:
+        sets = [[]] * len(rollout.prompt_ids) + [sorted({i, (i + 5) % VOCABULARY, 2}) for i in rollout.response_ids]
+        return msgspec.structs.replace(rollout, token_rows={KEPT: TokenRows.of(sets, 2)})
+
+    batch = changed(make_batch(11), kept) if keeps else make_batch(11)
+    path = f"of-{rows}"
+    make_model(folder / path, seed=1, width=24, vocabulary=rows)
+    rule = {"allow_truncated_sampling": keeps}
+    trainer = service(folder, {"path": path, "divergence": "sampled"}, rule)
+    progress = trainer.policy.accumulate_gradients(build_arrays(batch))
+    teacher, expected = load_model(folder / path), list[float]()
+    for rollout in (sample.rollout for sample in batch.samples):
+        prompt, response = list(rollout.prompt_ids), list(rollout.response_ids)
+        ids = torch.tensor([*prompt, *response]).clamp(max=rows - 1)
+        with torch.no_grad():
+            logits = teacher.head(teacher.forward_packed(ids, [len(ids)]))[len(prompt) - 1 : -1]
+        for logits_v, token, behaviour in zip(logits, response, rollout.response_logprobs, strict=True):
+            among = {token, (token + 5) % VOCABULARY, 2} if keeps else range(rows)
+            mass = logits_v[[i for i in among if i < rows]].logsumexp(0)
+            expected.append((float(logits_v[token] - mass) if token < rows else UNKNOWN) - behaviour)
+    assert progress.prepared is not None
+    arrays = build_arrays(batch)
+    is_response = arrays.versions_n >= 0
+    sampled = arrays.loss_mask_n[is_response]
+    advantages = progress.prepared.advantages_n[is_response]
+    np.testing.assert_allclose(advantages[sampled], np.array(expected)[sampled], atol=1e-4)
+    assert all(bool(values.isfinite().all()) for values in trainer.learner.gradients())
+
+
+def test_a_teacher_that_lacks_ids_is_compared_over_the_others(folder: Path) -> None:
+    make_model(folder / "fewer", seed=1, width=24, vocabulary=VOCABULARY - 4)
+    trainer = service(folder, {"path": "fewer"})
+    progress = trainer.policy.accumulate_gradients(build_arrays(make_batch(11)))
+    assert np.isfinite(progress.loss)
+    assert all(bool(values.isfinite().all()) for values in trainer.learner.gradients())
