@@ -7,7 +7,7 @@ response token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -346,18 +346,19 @@ def gather_tokens(arrays: SampleArrays, samples: Sequence[int] | IntArray) -> In
     return _ranges(arrays.starts_s[chosen], arrays.lengths_s[chosen])
 
 
-def split_by_group(arrays: SampleArrays, parts: int) -> list[IntArray]:
-    """Split the samples into at most ``parts`` minibatches along group borders, in admission order.
+def split_by_group(arrays: SampleArrays, parts: int, order: Callable[[int], IntArray] = np.arange) -> list[IntArray]:
+    """Split the samples into at most ``parts`` minibatches along group borders, in admission order, or that of the
+    positions that ``order`` returns for a number of groups.
 
     Returns sample indices per minibatch. Every group is whole in one minibatch, their numbers of groups differ by at
     most one, and none is empty unless the batch is. Fewer groups than ``parts`` give fewer minibatches. Demonstrations
-    are split likewise. On a rank the groups of the complete batch are split, of which it may have no sequence.
+    are ordered and split likewise. On a rank the groups of the complete batch are split, of which it may have none.
     """
     all_groups = np.unique(arrays.groups_s) if arrays.batch_groups is None else arrays.batch_groups
     groups, demonstrations = all_groups[all_groups >= 0], all_groups[all_groups < 0]
     count = max(1, min(parts, groups.size))
-    shares = zip(np.array_split(groups, count), np.array_split(demonstrations, count), strict=True)
-    return [np.flatnonzero(np.isin(arrays.groups_s, np.concatenate(share))) for share in shares]
+    shares = (np.array_split(numbers[order(numbers.size)], count) for numbers in (groups, demonstrations))
+    return [np.flatnonzero(np.isin(arrays.groups_s, np.concatenate(share))) for share in zip(*shares, strict=True)]
 
 
 def _count(numbers: Sequence[int]) -> IntArray:

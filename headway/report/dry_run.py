@@ -37,7 +37,7 @@ def dry_run_rows(experiment: Experiment, environment_scores: bool = False) -> Ro
         "trainer": (
             f"{', '.join(experiment.trainer.devices)} ({experiment.trainer.dtype}), learning rate "
             f"{experiment.trainer.learning_rate:g} ({experiment.trainer.schedule}), "
-            f"{_count_text(experiment.trainer.optimizer_steps_per_batch, 'optimiser step')} a batch"
+            f"{_count_text(experiment.trainer.updates_per_batch, 'optimiser step')} a batch"
         ),
         **_objectives(experiment),
         "weights": f"published every {_every(experiment.weights.steps_per_publish)}",

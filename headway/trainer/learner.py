@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -47,8 +47,8 @@ from headway.runtime.devices import native_kernels_enabled
 from headway.tokens.grammar import Grammars
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.kept_sets import KeptSets, MicroBatchSets
-from headway.trainer.master_weights import MasterWeights
-from headway.trainer.optimizer import AdamW, OptimiserState
+from headway.trainer.master_weights import MasterWeights, MovingAverage
+from headway.trainer.optimizer import OptimiserState, open_optimiser
 from headway.trainer.ranks import Ranks
 from headway.trainer.sharding import ShardedModel, is_divided, own_rows_of
 from headway.trainer.state_files import StateFiles
@@ -70,14 +70,14 @@ class TokenScores(NamedTuple):
     """The scores of the tokens that carry loss, from a forward pass."""
 
     logprobs_m: Tensor  # log-softmax(z/T) of each, with gradient
-    entropies_m: Tensor  # without
+    entropies_m: Tensor  # of softmax(z/T), with gradient
     kept: MicroBatchSets | None  # the sets over which these are normalised; None: all are the complete vocabulary
     expert_counts: tuple[int, int, int]  # `ExpertReplay.counts`, summed over all layers
     divergence: Divergence | None = None  # from the teacher; None: no rule has one
 
 
 class Learner:
-    """Float32 master weights, AdamW and the forward pass in the chosen dtype.
+    """Float32 master weights, their optimiser and the forward pass in the chosen dtype.
 
     In bfloat16 the model computes with its masters rounded once a step, as an engine does, and so is its residual
     stream; sums of norms, softmax and losses, accumulated gradients, their norm and the optimiser are float32. With an
@@ -118,10 +118,11 @@ class Learner:
         self.model.checkpointing = settings.gradient_checkpointing
         self.reference: PackedModel | None = None
         self.frozen: list[PackedModel] = []  # the reference, and teachers
+        self.average: MovingAverage | None = None  # of the weights, with which the reference computes
         self._trains_rows = is_sharded and not is_adapted  # an adapter's matrices are complete on every rank
         self.masters = self._open_masters()
         self.parameters = list(self.masters.trained().values())
-        self.optimiser = AdamW(self.parameters, in_host_memory=settings.host_memory != "none")
+        self.optimiser = open_optimiser(settings, self.model, self.masters.trained())
 
     def _open_divided(self, path: str | Path, dtype: torch.dtype, *, frozen: bool) -> PackedModel:
         """Load this rank's rows of the model in folder ``path``, and divide its computation."""
@@ -158,26 +159,28 @@ class Learner:
         """Whether samples may share a prefix in a micro-batch, which all models that compute it must support."""
         return all(model.shares_prefixes for model in (self.model, *self.frozen))
 
-    def load_reference(self, model_path: str | Path) -> None:
-        """Load the reference model of a KL penalty (see `open_frozen`). Raises ConfigurationError if its vocabulary
-        size differs."""
-        self.reference = self.open_frozen(model_path)
+    def load_reference(self, model_path: str | Path, decay: float | None = None) -> None:
+        """Load the reference model of a KL penalty (see `open_frozen`). With ``decay`` it begins as the trained model
+        and is a moving average of its weights. Raises ConfigurationError if its vocabulary size differs."""
+        self.reference = self.open_frozen(model_path, averages=decay is not None)
         our_size, other_size = self.model.config.vocabulary_size, self.reference.config.vocabulary_size
         if our_size != other_size:
             raise ConfigurationError(
                 f"model.reference = {str(model_path)!r} has a vocabulary of {other_size}, the model one of {our_size}: "
                 "they must be equal"
             )
+        if decay is not None:
+            self.average = MovingAverage(self.reference, self.masters.tensors, self.dtype, decay)
 
-    def open_frozen(self, model_path: str | Path) -> PackedModel:
+    def open_frozen(self, model_path: str | Path, *, averages: bool = False) -> PackedModel:
         """Load a model that isn't trained, in the forward pass's dtype. With an adapter and the model's folder as
-        ``model_path`` it is the model without its adapter."""
+        ``model_path`` it is the model without its adapter. ``averages``: rows that ranks divide are float32."""
         if self.lora is not None and Path(model_path) == Path(self._folder):
             model = without_adapter(self.model, self.lora)
         elif self.ranks.mesh is None:
             model = open_model(self._chosen, self.dtype, self.device, model_path).requires_grad_(False)
         else:
-            model = self._open_divided(model_path, self.dtype, frozen=True)
+            model = self._open_divided(model_path, torch.float32 if averages else self.dtype, frozen=True)
         self.frozen.append(model)
         return model
 
@@ -387,6 +390,8 @@ class Learner:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_grad_norm, norm_tensor)
             self.optimiser.step(settings)
             self.masters.round()
+            if self.average is not None:
+                self.average.update()
         self.clear_gradients()
         reason = "" if is_finite else f"loss {total_loss}, gradient norm {grad_norm}: not finite"
         return Update(applied=is_finite, reason=reason, grad_norm=grad_norm)
@@ -450,29 +455,36 @@ class Learner:
             save_policy(self.model, self.lora, path, self._folder, by_rows=self._writes_rows)
 
     def optimiser_shards(self, state: OptimiserState | None = None) -> list[Shard]:
-        """This rank's rows of AdamW's ``state`` (default: the present one), named ``KIND/PARAMETER``, in its memory;
-        none before the first step. Its scalars are complete on every rank."""
+        """This rank's rows of the optimiser's ``state`` (default: the present one), and of the averages of weights,
+        named ``KIND/PARAMETER``, in its memory; none before the first step. Scalars are complete on every rank."""
         state, shards = self.optimiser.state if state is None else state, list[Shard]()
+        averages = {} if self.average is None or not state else self.average.tensors
         shard_by_name = {shard.name: shard for shard in shards_of(self.weights())}
         for name, parameter in self.masters.trained().items():
             for kind, tensor in state.get(parameter, {}).items():
                 shape, first = (shard_by_name[name].shape, shard_by_name[name].first) if tensor.ndim else ((), 0)
                 shards.append(Shard(name=f"{kind}/{name}", shape=shape, first=first, tensor=tensor))
+            if name in averages:
+                shards.append(replace(shard_by_name[name], name=f"average/{name}", tensor=averages[name]))
         return shards
 
     def read_optimiser(self, files: StateFiles) -> OptimiserState:
-        """Read this rank's rows of the AdamW state of a checkpoint. Raises CheckpointCorrupt for another model's."""
+        """Read this rank's rows of the optimiser's state of a checkpoint, and of the averages, which begin at the
+        present weights if it has none. Raises CheckpointCorrupt for another model's."""
         state = {parameter: self.optimiser.zero_state(parameter) for parameter in self.parameters if files.shapes}
         files.fill(self.optimiser_shards(state))
+        if self.average is not None:
+            self.average.update(decay=1.0 if state else 0.0)
         return state
 
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between two calls: weights and their masters, the reference model's
-        weights, gradients, and AdamW's moments; of those that ranks divide this rank's rows."""
+        weights, gradients, and the optimiser's moments; of those that ranks divide this rank's rows."""
         models = [self.model, *self.frozen]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         tensors += [] if self.lora is None else list(self.lora.parameters.values())
         tensors += self.masters.tensors.values()
+        tensors += [] if self.average is None else self.average.tensors.values()
         tensors += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         tensors += [state_tensor for state in self.optimiser.state.values() for state_tensor in state.values()]
         tensors = [own_rows_of(tensor) if is_divided(tensor) else tensor for tensor in tensors]

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from headway.algorithms.samples import (
     slice_micro_batch,
     split_by_group,
 )
-from headway.algorithms.step_plan import tree_of
+from headway.algorithms.step_plan import pass_order, tree_of
 from headway.algorithms.streams import StreamWeights
 from headway.config.consistency import KL_HORIZON
 from headway.config.objective.rules import denominators_of
@@ -41,8 +42,10 @@ from headway.trainer.step_statistics import (
     DeviceColumns,
     Prepared,
     Progress,
+    entropy_metrics,
     expert_metrics,
     kept_metrics,
+    pass_metrics,
     prepared_metrics,
     stream_metrics,
     token_metrics,
@@ -70,7 +73,7 @@ class PolicyGradient:
         self.learner = learner
         self.algorithm: AlgorithmConfig = experiment.algorithm
         self.trainer: TrainerConfig = experiment.trainer
-        self.temperature = experiment.rollout.temperature
+        self.seed, self.temperature = experiment.run.seed, experiment.rollout.temperature
         self.token_budget = experiment.token_budget
         self.losses = StreamLosses(experiment, learner.device)
         self.rules = self.losses.rules
@@ -83,7 +86,7 @@ class PolicyGradient:
         """Whether the log-probabilities at the start of the step are computed in a separate forward pass. Only the
         decoupled objective, or a loss of the user, uses them; with one optimiser step they equal the current ones."""
         if self.algorithm.proximal == "auto":
-            return self.trainer.optimizer_steps_per_batch > 1 and any(rule.uses_proximal for rule in self.rules)
+            return self.trainer.updates_per_batch > 1 and any(rule.uses_proximal for rule in self.rules)
         return self.algorithm.proximal == "recompute"
 
     @property
@@ -93,37 +96,49 @@ class PolicyGradient:
         return any(limit is not None for limit in limits)
 
     def run(self, arrays: SampleArrays, settings: OptimiserSettings, step: int = 0) -> Progress:
-        """Train on this rank's samples of the batch of ``step`` with one update per minibatch, in admission order;
-        returns their values."""
+        """Train on this rank's samples of the batch of ``step`` with one update per minibatch, in the order of
+        `pass_order`; returns their values in the first pass, with those of later ones."""
         self.clear()
         progress = Progress.over(arrays)
         progress.prepared = prepared = self.prepare(arrays, step, progress)
-        minibatches = split_by_group(arrays, self.trainer.optimizer_steps_per_batch)
-        for minibatch_index, minibatch in enumerate(minibatches):
-            if minibatch_index and self._exceeds_early_stop(progress, prepared):
-                progress.skipped_minibatches = len(minibatches) - minibatch_index
+        passes, parts = [progress], self.trainer.optimizer_steps_per_batch
+        order = partial(pass_order, seed=self.seed, step=step)
+        plan = [
+            (number, minibatch)
+            for number in range(self.trainer.passes)
+            for minibatch in split_by_group(arrays, parts, partial(order, number=number))
+        ]
+        for update_index, (number, minibatch) in enumerate(plan):
+            if update_index and self._exceeds_early_stop(passes[-1], prepared):
+                progress.skipped_minibatches = len(plan) - update_index
                 break
-            weights = self._weights(arrays, minibatch)
-            loss = self._accumulate(arrays, minibatch, weights, prepared, progress)
-            progress.updates.append(self.learner.update(settings, loss))
-            progress.loss += loss
+            if number == len(passes):
+                passes.append(Progress.over(arrays))
+            weights, current = self._weights(arrays, minibatch), passes[-1]
+            loss = self._accumulate(arrays, minibatch, weights, prepared, current)
+            current.updates.append(self.learner.update(settings, loss))
+            current.loss += loss
+        progress.later = passes[1:]
+        progress.flops += sum(later.flops for later in progress.later)
         self.learner.clear_kept_sets()
         return progress
 
     def _exceeds_early_stop(self, progress: Progress, prepared: Prepared) -> bool:
-        """Whether mean |ratio - 1| of the step's unmasked loss tokens so far exceeds ``early_stop_ratio``; equal on all
-        ranks. The ratio is the loss's: to the policy that sampled, or to that of the start of the step if it is
-        recomputed."""
-        limit = self.algorithm.early_stop_ratio
-        if limit is None:
+        """Whether mean |ratio - 1| of the unmasked loss tokens of a pass so far exceeds ``early_stop_ratio``, or k3 its
+        limit; equal on all ranks. The ratio is the loss's: to the policy that sampled, or to that of the start of the
+        step if it is recomputed."""
+        ratio_limit, kl_limit = self.algorithm.early_stop_ratio, self.algorithm.early_stop_kl
+        if ratio_limit is None and kl_limit is None:
             return False
         log_ratio_n = progress.logprobs_n - (progress.proximal_n if self.recomputes_proximal else progress.behaviour_n)
         idx_m = np.flatnonzero((progress.seen_n > 0) & prepared.keep_n & np.isfinite(log_ratio_n))
-        log_ratio_m = log_ratio_n[idx_m]
-        deviation_sum = float(np.abs(np.expm1(log_ratio_m.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))).sum())
-        sums_tensor = torch.tensor([deviation_sum, len(idx_m)], dtype=torch.float64, device=self.learner.device)
-        total_deviation, tokens = self.learner.ranks.sum_(sums_tensor).tolist()
-        return total_deviation > limit * tokens
+        log_ratio_m = log_ratio_n[idx_m].clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        deviation_m = np.expm1(log_ratio_m)
+        sums = [float(np.abs(deviation_m).sum()), float((deviation_m - log_ratio_m).sum()), len(idx_m)]
+        sums_tensor = torch.tensor(sums, dtype=torch.float64, device=self.learner.device)
+        deviation, kl, tokens = self.learner.ranks.sum_(sums_tensor).tolist()
+        limits = ((deviation, ratio_limit), (kl, kl_limit))
+        return any(limit is not None and total > limit * tokens for total, limit in limits)
 
     def forward_backward(self, batch: FlatBatch, arrays: SampleArrays) -> tuple[AccumulatedPart, Progress]:
         """Accumulate the gradients of a part of a step, for `optim_step`, which divides them by the denominator of all
@@ -204,8 +219,8 @@ class PolicyGradient:
     def _require_part(self, step: int) -> None:
         if self.algorithm.second_moment_limit is not None:
             raise StepRefused("algorithm.second_moment_limit bounds a mean over the whole batch: no parts")
-        if self.trainer.optimizer_steps_per_batch > 1:
-            raise StepRefused("trainer.optimizer_steps_per_batch divides the whole batch: no parts")
+        if self.trainer.updates_per_batch > 1:
+            raise StepRefused("trainer.optimizer_steps_per_batch and passes need the whole batch: no parts")
         if len(denominators := denominators_of(self.losses.streams.parts)) > 1:
             raise StepRefused(f"a step is divided once, and has several denominators: {', '.join(denominators)}")
         if self.parts and self.parts[0].step != step:
@@ -310,6 +325,7 @@ class PolicyGradient:
                 sequences_m = samples_n[idx_m]
                 scored = ScoredTokens(
                     terms=(terms := self._terms(arrays, prepared, idx_m, sequences_m, logprobs_m)),
+                    entropies_m=scores.entropies_m,
                     reference_m=self._optional_tensor(prepared.reference_n, idx_m),
                     divergence=scores.divergence,
                     indices_m=idx_m,
@@ -387,20 +403,16 @@ class PolicyGradient:
     def metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the complete batch, or part, on rank 0, from the ranks' gathered values."""
         idx_m = np.flatnonzero(progress.seen_n)
-        grad_norms = [update.grad_norm for update in progress.updates]
+        grad_norms = [update.grad_norm for update in progress.all_updates]
+        stops_early = self.algorithm.early_stop_ratio is not None or self.algorithm.early_stop_kl is not None
         return {
             "loss": progress.loss / max(1, len(progress.updates)),
             "grad_norm": max(grad_norms, default=0.0),
-            **({} if self.algorithm.early_stop_ratio is None else {SKIPPED_MINIBATCHES: progress.skipped_minibatches}),
-            **token_metrics(
-                logprobs_m=progress.logprobs_n[idx_m],
-                proximal_m=progress.proximal_n[idx_m],
-                behaviour_m=progress.behaviour_n[idx_m].astype(np.float64),
-                entropies_m=progress.entropies_n[idx_m],
-                clipped_m=progress.clipped_n[idx_m],
-                cap=self.rules[0].settings.behaviour_weight_cap,
-            ),
+            **({SKIPPED_MINIBATCHES: progress.skipped_minibatches} if stops_early else {}),
+            **token_metrics(progress, self.rules[0].settings.behaviour_weight_cap),
+            **pass_metrics(progress),
             **prepared_metrics(progress, idx_m),
+            **entropy_metrics(progress, idx_m, self.algorithm.entropy_threshold),
             **expert_metrics(progress),
             **kept_metrics(progress, idx_m),
             **({} if self.losses.streams.single else stream_metrics(progress)),

@@ -72,8 +72,9 @@ class Progress:
     # [streams, 3] loss, tokens and sum of |d loss / d log pi|, if there are several streams or rules
     streams: np.ndarray = field(default_factory=lambda: np.zeros((len(STREAMS), 3)))
     updates: list[Update] = field(default_factory=list)
-    skipped_minibatches: int = 0  # by algorithm.early_stop_ratio; equal on all ranks
+    skipped_minibatches: int = 0  # by algorithm.early_stop_ratio or early_stop_kl; equal on all ranks
     prepared: Prepared | None = None
+    later: list[Progress] = field(default_factory=list["Progress"])  # of passes after the first
 
     @classmethod
     def over(cls, arrays: SampleArrays) -> Progress:
@@ -101,6 +102,11 @@ class Progress:
         """Add the ``tokens`` [streams] of an optimiser step."""
         self.streams = self.streams + np.stack((np.zeros(len(STREAMS)), tokens, np.zeros(len(STREAMS))), 1)
 
+    @property
+    def all_updates(self) -> list[Update]:
+        """The updates of all passes."""
+        return [*self.updates, *(update for later in self.later for update in later.updates)]
+
     def totals(self) -> dict[str, Any]:
         """Return what `joined` sums, by name."""
         return {name: getattr(self, name) for name in _COUNTED}
@@ -113,10 +119,12 @@ class Progress:
         idx_m = np.flatnonzero(self.seen_n)
         arrays = {name: getattr(self, name)[idx_m].astype(np.float32) for name in ("behaviour_n", *_COMPUTED)}
         prepared = None if self.prepared is None else self.prepared.take(idx_m)
-        if parts := ranks.gather(replace(self, **arrays, prepared=prepared) if ranks.is_first else None):
+        later = [progress.gather(ranks) for progress in self.later]
+        if parts := ranks.gather(replace(self, **arrays, prepared=prepared, later=[]) if ranks.is_first else None):
             gathered = Progress.joined([part for part in parts if part is not None])
-            return replace(gathered, updates=self.updates, skipped_minibatches=self.skipped_minibatches)
-        return replace(self, **dict.fromkeys(_COUNTED, 0) | {"streams": np.zeros_like(self.streams)})
+            return replace(gathered, updates=self.updates, skipped_minibatches=self.skipped_minibatches, later=later)
+        no_totals = dict.fromkeys(_COUNTED, 0) | {"streams": np.zeros_like(self.streams)}
+        return replace(self, **no_totals, later=later)
 
     @classmethod
     def joined(cls, parts: Sequence[Progress]) -> Progress:
@@ -126,7 +134,8 @@ class Progress:
             for name in ("behaviour_n", *_COMPUTED)
         }
         totals: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
-        return cls(**arrays, **totals, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
+        prepared = [part.prepared for part in parts if part.prepared]
+        return cls(**arrays, **totals, prepared=Prepared.joined(prepared) if prepared else None)
 
 
 class DeviceColumns:
@@ -186,6 +195,13 @@ def stream_metrics(progress: Progress) -> dict[str, float]:
     }
 
 
+def entropy_metrics(progress: Progress, idx_m: IntArray, threshold: float | None) -> dict[str, float]:
+    """low_entropy_share: share of the loss tokens below ``algorithm.entropy_threshold``, if there is one."""
+    if threshold is None or not len(idx_m):
+        return {}
+    return {"low_entropy_share": float((progress.entropies_n[idx_m] < threshold).mean())}
+
+
 def expert_metrics(progress: Progress) -> dict[str, float]:
     """Metrics of replayed experts. experts_replayed: share of the routers (one per token and layer with experts) with
     recorded experts. experts_disagree: share of these that would have chosen others by the trainer's scores, which is
@@ -228,21 +244,27 @@ def prepared_metrics(progress: Progress, idx_m: IntArray) -> dict[str, float]:
     return metrics
 
 
-def token_metrics(
-    *,
-    logprobs_m: np.ndarray,
-    proximal_m: np.ndarray,
-    behaviour_m: np.ndarray,
-    entropies_m: np.ndarray,
-    clipped_m: np.ndarray,
-    cap: float | None,
-) -> dict[str, float]:
+def pass_metrics(progress: Progress) -> dict[str, float]:
+    """ratio_* and clip_fraction of each pass after the first: NAME_pass_2, NAME_pass_3, ..."""
+    return {
+        f"{name}_pass_{number}": metric
+        for number, later in enumerate(progress.later, 2)
+        for name, metric in token_metrics(later, None).items()
+        if name.startswith(("ratio_", "clip_fraction"))
+    }
+
+
+def token_metrics(progress: Progress, cap: float | None) -> dict[str, float]:
     """Means, quantiles and extremes over the loss tokens; without any, those of one token with all values 0.
 
     ratio_*: pi_theta / pi_behav. behaviour_weight_*: pi_prox / pi_behav before truncation. mismatch_k3: the
     estimator ``w - 1 - log w`` of KL(behaviour || proximal), w = pi_prox / pi_behav; mismatch_max: the largest
     |log w|. kl: mean of log pi_behav - log pi_theta.
     """
+    idx_m = np.flatnonzero(progress.seen_n)
+    logprobs_m, proximal_m = progress.logprobs_n[idx_m], progress.proximal_n[idx_m]
+    behaviour_m = progress.behaviour_n[idx_m].astype(np.float64)
+    entropies_m, clipped_m = progress.entropies_n[idx_m], progress.clipped_n[idx_m]
     if not len(logprobs_m):
         logprobs_m = proximal_m = behaviour_m = entropies_m = clipped_m = np.zeros(1)
     log_ratio = logprobs_m - behaviour_m
