@@ -6,7 +6,7 @@ from headway.config.buffer import BufferConfig
 from headway.config.engines import require_engine
 from headway.config.external_models import SELF
 from headway.config.objective.rules import denominators_of, stream_rules
-from headway.config.schema import Experiment
+from headway.config.schema import GAE, CriticConfig, Experiment
 
 KL_HORIZON = 10_000.0  # samples; a step's samples divided by it weigh the step's error: Ziegler et al., 2019
 MOST_KL_ERROR = 0.2  # limit of a step's error, as a share of algorithm.kl_target: trainer/kl.py
@@ -74,6 +74,7 @@ def _require_rules(experiment: Experiment) -> None:
             "sources have rules of their own: leave it or their tables 'algorithm' out"
         )
     _require_average(experiment)
+    _require_critic(experiment)
     if all(part.stream != "policy" for part in stream_rules(rules, experiment.demonstrations)):
         for key in ("entropy_coefficient", "entropy_threshold", "early_stop_ratio", "early_stop_kl"):
             if number := getattr(experiment.algorithm, key):
@@ -93,6 +94,51 @@ def _require_average(experiment: Experiment) -> None:
     if experiment.model.reference or is_adapted:
         other_key = "[model.adapter]" if is_adapted else "model.reference"
         raise ValueError(f"{fault}, all of them and from the run's beginning: leave {other_key} out")
+
+
+def _require_critic(experiment: Experiment) -> None:
+    algorithm, queue, hooks = experiment.algorithm, experiment.queue, experiment.hooks
+    advantages = {rule.advantage for rule in experiment.rules.algorithms}
+    if GAE not in advantages:
+        changed_keys = ["algorithm.overlong"] if algorithm.overlong == "bootstrap" else []
+        changed_keys += [] if experiment.critic == CriticConfig() else ["[critic]"]
+        changed_keys += ["trainer.warmup_steps = [first, last]"] if experiment.trainer.warmup[0] else []
+        if changed_keys:
+            raise ValueError(f"{changed_keys[0]} is for a critic, and no algorithm.advantage is 'gae'")
+        return
+    if len(advantages) > 1:
+        others = ", ".join(sorted(advantages - {GAE}))
+        raise ValueError(f"algorithm.advantage = 'gae' of some sources with {others} of others: valid: 'gae' for all")
+    fault = "algorithm.advantage = 'gae' is known only in the trainer, from its critic's values"
+    for key, is_set in (
+        (f"queue.min_advantage = {queue.min_advantage:g} filters groups by it", queue.min_advantage > 0),
+        (f"queue.groups_per_part = {queue.groups_per_part} begins before it", queue.groups_per_part is not None),
+        (f"hooks.normalize_group = {hooks.normalize_group!r} compares a group", hooks.normalize_group != "identity"),
+        (f"hooks.pad_group = {hooks.pad_group!r} repeats its values", hooks.pad_group != "none"),
+    ):
+        if is_set:
+            raise ValueError(f"{fault}; {key} as it finishes: leave one of them out")
+    if algorithm.turn_discount is not None:
+        raise ValueError(
+            f"algorithm.turn_discount = {algorithm.turn_discount:g} makes returns of rewards by turn, of which "
+            "algorithm.advantage = 'gae' takes each where it stands: leave it out, critic.gae has the discount"
+        )
+    if experiment.environment.calls:
+        raise ValueError(
+            f"environment.name = {experiment.environment.name!r} with algorithm.advantage = 'gae': a program's calls "
+            "may branch, and tokens of a tree have no order; valid: an environment that Headway plays"
+        )
+    if experiment.critic.path == "adapter" and experiment.model.adapter is None:
+        raise ValueError(
+            "critic.path = 'adapter' has the rank, alpha and targets of [model.adapter], which is missing; valid: "
+            "'trunk', the folder of a model, or with [model.adapter]"
+        )
+    if not any(rule.policy_coefficient for rule in experiment.rules.algorithms):
+        raise ValueError("algorithm.policy_coefficient = 0 with algorithm.advantage = 'gae', which nothing then uses")
+    if (steps := experiment.trainer.warmup)[0] >= experiment.run.steps:
+        raise ValueError(
+            f"trainer.warmup_steps = {list(steps)} leaves the policy no step of run.steps = {experiment.run.steps}"
+        )
 
 
 def _require_rule(experiment: Experiment) -> None:

@@ -16,6 +16,7 @@ from headway.config.auto import AUTO, AUTO_KEYS
 from headway.config.consistency import require_consistent
 from headway.config.external_models import SELF
 from headway.config.model import hf_name
+from headway.config.objective.critic import ADAPTER, TRUNK
 from headway.config.removed import replacement_of
 from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
@@ -250,7 +251,8 @@ def model_folders(experiment: Experiment) -> dict[str, str]:
     """The folders of models that processes read, by the keys that name them."""
     folder_by_key = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
     folder_by_key |= {f"teachers.{name}.path": t.path for name, t in experiment.teachers.items() if not t.address}
-    return {key: folder for key, folder in folder_by_key.items() if folder not in ("", SELF)}
+    folder_by_key["critic.path"] = experiment.critic.path
+    return {key: folder for key, folder in folder_by_key.items() if folder not in ("", SELF, TRUNK, ADAPTER)}
 
 
 def flatten(experiment: Experiment) -> dict[str, Any]:
@@ -317,7 +319,8 @@ def _effective(experiment: Experiment) -> dict[str, Any]:
     that trains for longer can't silently change the learning rates of replayed steps."""
     flat = flatten(experiment)
     del flat["model.dtype"]  # generator.dtype and trainer.dtype have its effect
-    folder_keys = ("model.path", "model.reference", *(f"teachers.{name}.path" for name in experiment.teachers))
+    folder_keys = ["model.path", "model.reference", "critic.path"]
+    folder_keys += [f"teachers.{name}.path" for name in experiment.teachers]
     flat |= {key: hf_name(flat[key]) for key in folder_keys}  # in the cache of any machine
     for name, teacher in experiment.teachers.items():  # the scores of one outside are stored with the rollouts
         flat[f"the place of teachers.{name}"] = "outside of the trainer" if teacher.scores else "in the trainer"

@@ -20,9 +20,10 @@ from headway.config.endpoint import EndpointSection, EnvironmentConfig
 from headway.config.external_models import TeacherConfig
 from headway.config.hooks import HooksConfig
 from headway.config.model import ModelConfig, apply_dtype
+from headway.config.objective.critic import GAE, CriticConfig
 from headway.config.objective.parameters import CheckedParameters, ObjectiveParameters
 from headway.config.objective.rules import Rules, make_rules
-from headway.config.presets import apply_preset
+from headway.config.presets import Preset, apply_preset
 from headway.config.pruning import PruningConfig
 from headway.config.router import RouterSection
 from headway.config.sandbox import SandboxConfig
@@ -45,26 +46,13 @@ Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # 
 
 # Names that need no import; a user's own is module:function.
 GROUP_ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "length_weighted", "pass_at_k")
-ADVANTAGES = (*GROUP_ADVANTAGES, "batch_mean_std", "group_mean_batch_std")
+ADVANTAGES = (*GROUP_ADVANTAGES, "batch_mean_std", "group_mean_batch_std", GAE)
 LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "gmpo", "sapo", "cispo", "dppo", "dro", "reinforce")
 
 Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], distinct_names("tracker")]
+Overlong = Literal["score", "mask", "penalty", "filter", "bootstrap"]
 Aggregation = Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"]
 Address = Annotated[str, host_port("127.0.0.1:9464", optional=True)]
-Preset = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "reinforce++",
-    "reinforce++-baseline",
-    "rloo",
-    "gpg",
-    "gspo",
-    "gmpo",
-    "sapo",
-    "cispo",
-    "areal",
-]
 
 
 class RunConfig(Section):
@@ -99,7 +87,7 @@ class VerifierConfig(VerifierSettings):
 
 class RolloutConfig(Section):
     # Tune: raise it while most groups are filtered for equal rewards (zero variance); lower it for more tasks a step
-    group_size: Positive = 8  # attempts at one task; advantages compare them: 1 only with batch_mean_std
+    group_size: Positive = 8  # attempts at one task; advantages compare them: 1 only with batch_mean_std and gae
     # Tune: raise it where `headway check` names longer prompts; the KV cache grows with it
     max_prompt_tokens: Positive = 512  # `check` refuses longer prompts, and in a run they fail their group
     # Tune: raise it while many responses are truncated; lower it where the longest ones hold up the trainer
@@ -213,7 +201,7 @@ class AlgorithmConfig(Section):
     # Tune: where many tokens are certain: at the entropy that a fifth of them exceeds (low_entropy_share: 0.8)
     entropy_threshold: Annotated[float, Field(gt=0)] | None = None  # nats; tokens below it have no gradient of the loss
     # Tune: "mask" or "penalty" while many responses are cut: a cut answer is no evidence that it was wrong
-    overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # cut responses: as is, no loss, penalty, dropped
+    overlong: Overlong = "score"  # cut responses: as is, no loss, penalty, dropped; a critic's value stands behind
     # Tune: true for rollout.top_p or top_k, and where agents ask for JSON or a named tool: docs/objectives.md
     allow_truncated_sampling: bool = False  # train on samples from a part of the vocabulary, which is then replayed
     # Tune: raise it where it makes rollouts fail, at a high temperature or top_p near 1: 2 or 4 bytes an id
@@ -241,10 +229,8 @@ class AlgorithmConfig(Section):
         return parameters.taken_by(self.loss, self.advantage)
 
 
-DecaySteps = tuple[NonNegative, Positive]  # between which the learning rate falls: warm-up, stable, decay
+RateSteps = tuple[NonNegative, Positive]  # between which the learning rate rises, or falls: warm-up, stable, decay
 Checkpointing = Literal["none", "selective", "full"]
-
-
 HostMemory = Literal["none", "optimiser", "all"]
 
 
@@ -257,8 +243,9 @@ class TrainerConfig(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes no weights (a control run)
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine decay ...
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0  # ... to this
-    warmup_steps: NonNegative = 0  # steps over which the learning rate rises linearly
-    schedule_steps: Positive | DecaySteps | None = None  # end of the decay, or [first, last] step; default: run.steps
+    # Tune: with a critic [20, 20] or so: values are learned first, where a policy can do something already
+    warmup_steps: NonNegative | RateSteps = 0  # of a rising learning rate, or [first, last]: 0 before the first
+    schedule_steps: Positive | RateSteps | None = None  # end of the decay, or [first, last] step; default: run.steps
     # Tune: "muon" for fewer steps of `headway sft`, and where half of AdamW's moments should do
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: of the layers' matrices; of all else AdamW: docs/learning.md
     # Tune: the second to 0.99 or 0.999 for long runs of small batches
@@ -288,11 +275,13 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _require_decay(self) -> TrainerConfig:
-        if isinstance(steps := self.schedule_steps, tuple) and not self.warmup_steps <= steps[0] < steps[1]:
+        if isinstance(steps := self.schedule_steps, tuple) and not self.warmup[1] <= steps[0] < steps[1]:
             raise ValueError(
                 f"trainer.schedule_steps = {list(steps)}; valid: [first, last] with trainer.warmup_steps = "
-                f"{self.warmup_steps} <= first < last"
+                f"{self.warmup[1]} <= first < last"
             )
+        if self.warmup[0] > self.warmup[1]:
+            raise ValueError(f"trainer.warmup_steps = {list(self.warmup)}; valid: [first, last] with first <= last")
         if self.min_learning_rate and (self.schedule == "constant" or self.min_learning_rate > self.learning_rate):
             raise ValueError(
                 f"trainer.min_learning_rate = {self.min_learning_rate:g} with learning_rate = {self.learning_rate:g} "
@@ -305,10 +294,15 @@ class TrainerConfig(Section):
         """The most optimiser steps on a batch."""
         return self.passes * self.optimizer_steps_per_batch
 
-    def decay_steps(self, run_steps: int) -> DecaySteps:
+    @property
+    def warmup(self) -> RateSteps:
+        """The first step with a learning rate above 0, and the first at its peak."""
+        return steps if isinstance(steps := self.warmup_steps, tuple) else (0, steps)
+
+    def decay_steps(self, run_steps: int) -> RateSteps:
         """The steps between which the learning rate falls, in a run of ``run_steps``."""
         steps = self.schedule_steps or run_steps
-        return steps if isinstance(steps, tuple) else (self.warmup_steps, steps)
+        return steps if isinstance(steps, tuple) else (self.warmup[1], steps)
 
     def layout_of(self, ranks: int) -> tuple[int, int, int]:
         """The numbers of ranks, of so many, that divide the weights of a copy, a micro-batch's tokens, and a mixture's
@@ -397,6 +391,7 @@ class Experiment(Section):
     curriculum: CurriculumSection = CurriculumSection()
     pruning: PruningConfig = PruningConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     teachers: dict[str, TeacherConfig] = {}
     trainer: TrainerConfig = TrainerConfig()

@@ -10,6 +10,8 @@ from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 MAX_CONSECUTIVE_SKIPS = 20  # steps; beyond it, weights that don't change won't recover by themselves
 SKIPPED_MINIBATCHES = "skipped_minibatches"  # metric of a step: those that algorithm.early_stop_ratio or _kl left out
 
+SKIPPED_VALUE_UPDATES = "skipped_value_updates"  # metric of a step: the critic's whose gradient wasn't finite
+
 
 class DrawnDemonstration(msgspec.Struct, frozen=True, kw_only=True):
     """A row of ``demonstrations.data`` in a batch: no rollout, no group, no advantage."""

@@ -51,7 +51,7 @@ from headway.trainer.master_weights import MasterWeights, MovingAverage
 from headway.trainer.optimizer import OptimiserState, open_optimiser
 from headway.trainer.ranks import Ranks
 from headway.trainer.sharding import ShardedModel, is_divided, own_rows_of
-from headway.trainer.state_files import StateFiles
+from headway.trainer.state_files import ATTACHED, AttachedState, StateFiles
 from headway.trainer.streams.divergence import Divergence
 from headway.trainer.streams.teachers import TaughtTokens, divergence_of
 from headway.trainer.streams.token_logprobs import token_logprobs
@@ -74,6 +74,7 @@ class TokenScores(NamedTuple):
     kept: MicroBatchSets | None  # the sets over which these are normalised; None: all are the complete vocabulary
     expert_counts: tuple[int, int, int]  # `ExpertReplay.counts`, summed over all layers
     divergence: Divergence | None = None  # from the teacher; None: no rule has one
+    hidden_md: Tensor | None = None  # that predict them, without gradient; None: not asked for
 
 
 class Learner:
@@ -100,7 +101,7 @@ class Learner:
         chooses the batch's recorded experts. ``pixels``: of the run's folder, if batches may have pictures."""
         self._chosen, self._folder, self._chat = chosen, chosen.path, chat
         self.dtype = DTYPES[settings.dtype]
-        self._replays, self._pixels = replays, pixels
+        self._replays, self.pixels = replays, pixels
         self._sets: KeptSets | None = None  # of the last batch
         self.device = device
         self.ranks = ranks
@@ -119,6 +120,7 @@ class Learner:
         self.reference: PackedModel | None = None
         self.frozen: list[PackedModel] = []  # the reference, and teachers
         self.average: MovingAverage | None = None  # of the weights, with which the reference computes
+        self.attached: AttachedState | None = None
         self._trains_rows = is_sharded and not is_adapted  # an adapter's matrices are complete on every rank
         self.masters = self._open_masters()
         self.parameters = list(self.masters.trained().values())
@@ -190,16 +192,17 @@ class Learner:
             if any(model is sharded.model for model in self.frozen):
                 sharded.release()
 
-    def hidden_states(self, model: PackedModel, batch: MicroBatchArrays, predictors: IntArray) -> Tensor:
-        """Hidden states [J, d] of the micro-batch's rows ``predictors``, without gradient. The model in training
-        replays experts as in `logprobs`. If ranks divide ``model``, its head stays complete until `release_frozen`."""
-        ids_n, context = self._ids(batch.input_ids, model), model.division.context
-        replay = self._replay(batch) if model is self.model else None
-        inputs: Any = (ids_n, batch.input_lengths, batch.continues, *(() if replay is None else (replay,)))
+    def hidden_states(
+        self, model: PackedModel, batch: MicroBatchArrays, predictors: IntArray, *, trains: bool = False
+    ) -> Tensor:
+        """Hidden states [J, d] of the micro-batch's rows ``predictors``, without gradient unless ``trains``. The model
+        in training replays experts as in `logprobs`. If ranks divide ``model``, its head stays complete until
+        `release_frozen` or the backward."""
+        (forward, _), context = self._forward(model, batch), model.division.context
 
-        @torch.no_grad()
+        @torch.set_grad_enabled(trains)
         def compute() -> Tensor:
-            hidden_nd = model.forward_packed(*inputs)
+            hidden_nd = forward()
             if context is None:
                 return hidden_nd.index_select(0, self._tensor(predictors))
             share = context.share(predictors, len(batch.input_ids), self.device)
@@ -208,6 +211,15 @@ class Learner:
         with native.using(self._kernels):
             return model.compute(compute)
 
+    def _forward(self, model: PackedModel, batch: MicroBatchArrays) -> tuple[Callable[[], Tensor], ExpertReplay | None]:
+        """The function that computes this rank's hidden states of a micro-batch, inside `PackedModel.compute`, and the
+        recorded experts that the model in training replays in it."""
+        inputs: list[Any] = [self._ids(batch.input_ids, model), batch.input_lengths, batch.continues]
+        replay = self._replay(batch) if model is self.model else None
+        pictures = self._pictures(batch)  # of a transformers model: only these get pictures
+        further: list[Any] = [pictures] if pictures else [] if replay is None else [replay]
+        return partial(model.forward_packed, *inputs, *further), replay
+
     def logprobs(
         self,
         batch: MicroBatchArrays,
@@ -215,14 +227,15 @@ class Learner:
         temperature: float,
         model: PackedModel | None = None,
         taught: Sequence[TaughtTokens] = (),
+        *,
+        keeps_hidden: bool = False,
     ) -> TokenScores:
         """Score the tokens that carry loss under ``model`` (default: the model in training, whose routers choose the
-        batch's recorded experts if it replays them), over the kept sets of these tokens, if the batch has them. Raises
-        ExpertsMismatch for experts of another model, KeptSetMismatch for sets without their tokens."""
-        chosen_model = model or self.model
-        replay, expert_counts = self._replay(batch) if chosen_model is self.model else None, (0, 0, 0)
-        pictures = self._pictures(batch)
-        input_ids_n = self._ids(batch.input_ids, chosen_model)
+        batch's recorded experts if it replays them), over the kept sets of these tokens, if the batch has them.
+        ``keeps_hidden``: return their hidden states too. Raises ExpertsMismatch for experts of another model,
+        KeptSetMismatch for sets without their tokens."""
+        chosen_model, expert_counts = model or self.model, (0, 0, 0)
+        forward, replay = self._forward(chosen_model, batch)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._ids(arrays.token_ids_n[batch.targets_m], chosen_model)
         kept = own_kept = self._kept(batch.targets_m, arrays)
@@ -233,24 +246,17 @@ class Learner:
             own_kept = None if kept is None else self._kept(batch.targets_m[share.own.cpu().numpy()], arrays)
 
         def compute() -> list[Tensor]:
-            if pictures:  # a transformers model: only these get pictures
-                packed_inputs = input_ids_n, batch.input_lengths, batch.continues
-                hidden_nd = chosen_model.forward_packed(*packed_inputs, pictures)  # pyright: ignore[reportCallIssue]
-            elif replay is None:
-                hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
-            else:
-                assert isinstance(chosen_model, Decoder)
-                hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
-            hidden_md = hidden_nd.index_select(0, predictors_m)
+            hidden_md = forward().index_select(0, predictors_m)
             own_scores = list(token_logprobs(chosen_model, hidden_md, targets_m, temperature, kept=own_kept))
             if taught:
                 own_m = np.arange(len(batch.targets_m)) if share is None else share.own.cpu().numpy()
                 kept_of = lambda positions: self._kept(batch.targets_m[positions], arrays)  # noqa: E731
                 own_scores += divergence_of(taught, chosen_model, hidden_md, own_m, temperature, kept_of)
+            own_scores += [hidden_md.detach()] if keeps_hidden else []
             return own_scores if share is None else [share.gather(scores) for scores in own_scores]
 
         with native.using(self._kernels):
-            logprobs_m, entropies_m, *divergence = chosen_model.compute(compute)
+            logprobs_m, entropies_m, *others = chosen_model.compute(compute)
         if share is not None and kept is not None:
             own_masses_m = kept.masses_m[share.own] if own_kept is None else own_kept.masses_m
             kept.masses_m.copy_(share.gather(own_masses_m))
@@ -258,8 +264,9 @@ class Learner:
             counts = replay.counts.sum(0)
             expert_counts = (counts if share is None else self.ranks.sum_(counts, "context")).tolist()
         counts_of_experts = cast("tuple[int, int, int]", tuple(expert_counts))
-        compared = Divergence(*divergence) if divergence else None
-        return TokenScores(logprobs_m, entropies_m, kept, counts_of_experts, compared)
+        hidden_md = others.pop() if keeps_hidden else None
+        compared = Divergence(*others) if others else None
+        return TokenScores(logprobs_m, entropies_m, kept, counts_of_experts, compared, hidden_md)
 
     @torch.no_grad()
     def score(self, probe: Probe) -> ProbeScores:
@@ -334,8 +341,8 @@ class Learner:
     def _read(self, digests: list[str]) -> list[Pixels]:
         if not any(digests):
             return []
-        assert self._pixels is not None, "given where batches have pictures"
-        return [self._pixels.read(digest) if digest else {} for digest in digests]
+        assert self.pixels is not None, "given where batches have pictures"
+        return [self.pixels.read(digest) if digest else {} for digest in digests]
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of ``loss`` in the parameters."""
@@ -456,7 +463,8 @@ class Learner:
 
     def optimiser_shards(self, state: OptimiserState | None = None) -> list[Shard]:
         """This rank's rows of the optimiser's ``state`` (default: the present one), and of the averages of weights,
-        named ``KIND/PARAMETER``, in its memory; none before the first step. Scalars are complete on every rank."""
+        named ``KIND/PARAMETER``, in its memory, none before the first step; and those of the attached state. Scalars
+        are complete on every rank."""
         state, shards = self.optimiser.state if state is None else state, list[Shard]()
         averages = {} if self.average is None or not state else self.average.tensors
         shard_by_name = {shard.name: shard for shard in shards_of(self.weights())}
@@ -466,12 +474,13 @@ class Learner:
                 shards.append(Shard(name=f"{kind}/{name}", shape=shape, first=first, tensor=tensor))
             if name in averages:
                 shards.append(replace(shard_by_name[name], name=f"average/{name}", tensor=averages[name]))
-        return shards
+        return shards + ([] if self.attached is None else self.attached.shards())
 
     def read_optimiser(self, files: StateFiles) -> OptimiserState:
         """Read this rank's rows of the optimiser's state of a checkpoint, and of the averages, which begin at the
         present weights if it has none. Raises CheckpointCorrupt for another model's."""
-        state = {parameter: self.optimiser.zero_state(parameter) for parameter in self.parameters if files.shapes}
+        has_stepped = any(not name.startswith(ATTACHED) for name in files.shapes)
+        state = {parameter: self.optimiser.zero_state(parameter) for parameter in self.parameters if has_stepped}
         files.fill(self.optimiser_shards(state))
         if self.average is not None:
             self.average.update(decay=1.0 if state else 0.0)
@@ -485,6 +494,7 @@ class Learner:
         tensors += [] if self.lora is None else list(self.lora.parameters.values())
         tensors += self.masters.tensors.values()
         tensors += [] if self.average is None else self.average.tensors.values()
+        tensors += [] if self.attached is None else self.attached.resident()
         tensors += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         tensors += [state_tensor for state in self.optimiser.state.values() for state_tensor in state.values()]
         tensors = [own_rows_of(tensor) if is_divided(tensor) else tensor for tensor in tensors]

@@ -163,12 +163,14 @@ def learning_rate(
 ) -> float:
     """The learning rate of the step that follows ``step`` completed ones.
 
-    Warm-up is linear and reaches its peak at the last of ``warmup_steps``; a linear or cosine decay begins at
-    ``first_step``, or after the warm-up if that is later, reaches ``lowest`` at ``total_steps`` and stays there.
+    Warm-up is linear and reaches its peak at the last of ``warmup_steps``, before the first of which the rate is 0; a
+    linear or cosine decay begins at ``first_step``, or after the warm-up if that is later, reaches ``lowest`` at
+    ``total_steps`` and stays there.
     """
-    peak_rate, warmup_steps = settings.learning_rate, settings.warmup_steps
+    peak_rate, steps = settings.learning_rate, settings.warmup_steps
+    rise_step, warmup_steps = steps if isinstance(steps, tuple) else (0, steps)
     if step < warmup_steps:
-        return peak_rate * (step + 1) / warmup_steps
+        return peak_rate * max(0, step + 1 - rise_step) / max(1, warmup_steps - rise_step)
     if settings.schedule == "constant":
         return peak_rate
     first_step = max(first_step, warmup_steps)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from headway.algorithms.samples import (
     IntArray,
     MicroBatchArrays,
     SampleArrays,
+    gather_tokens,
     sequence_of_token,
     slice_micro_batch,
     split_by_group,
@@ -34,8 +35,9 @@ from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
 from headway.models.packed_model import PackedModel
 from headway.records.errors import MicroBatchesHalved, StepRefused
 from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
+from headway.trainer.critic.critic import Critic
 from headway.trainer.kl import adapted_coefficient
-from headway.trainer.learner import Learner
+from headway.trainer.learner import Learner, TokenScores
 from headway.trainer.losses import MAX_LOG_RATIO, TokenTerms
 from headway.trainer.micro_batch_limit import MicroBatchLimit
 from headway.trainer.step_statistics import (
@@ -49,6 +51,7 @@ from headway.trainer.step_statistics import (
     prepared_metrics,
     stream_metrics,
     token_metrics,
+    value_metrics,
 )
 from headway.trainer.streams.losses import ScoredTokens, StreamLosses
 from headway.trainer.streams.teachers import Teachers
@@ -78,6 +81,7 @@ class PolicyGradient:
         self.losses = StreamLosses(experiment, learner.device)
         self.rules = self.losses.rules
         self.teachers = Teachers(experiment, learner)
+        self.critic = Critic.of(experiment, learner)
         self.parts: list[AccumulatedPart] = []  # whose gradients the next `optim_step` applies
         self.limit = MicroBatchLimit(self.trainer, learner, may_halve=not experiment.run.deterministic)
 
@@ -116,9 +120,13 @@ class PolicyGradient:
                 passes.append(Progress.over(arrays))
             weights, current = self._weights(arrays, minibatch), passes[-1]
             loss = self._accumulate(arrays, minibatch, weights, prepared, current)
-            current.updates.append(self.learner.update(settings, loss))
+            current.updates.append(update := self.learner.update(settings, loss))
             current.loss += loss
+            if self.critic is not None and update.applied:
+                progress.value_updates.append(self.critic.update())
         progress.later = passes[1:]
+        if self.critic is not None and any(update.applied for update in progress.all_updates):
+            self.critic.commit()
         progress.flops += sum(later.flops for later in progress.later)
         self.learner.clear_kept_sets()
         return progress
@@ -204,7 +212,12 @@ class PolicyGradient:
     def clear(self) -> None:
         """Discard the parts since the last step, and all gradients."""
         self.parts.clear()
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
         self.learner.clear_gradients()
+        if self.critic is not None:
+            self.critic.clear_gradients()
 
     def _accumulate_batch(
         self, arrays: SampleArrays, step: int, weights: list[StreamWeights], *, divides: bool = True
@@ -251,9 +264,15 @@ class PolicyGradient:
             assert start_n is not None
             assert reference_n is not None
             idx_m = np.flatnonzero(policy_n & streams.has_rule(arrays, rule, sequences_n))
-            to_go_m = reward_to_go((start_n - reference_n)[idx_m].astype(np.float64), sequences_n[idx_m])
+            penalties_m = (start_n - reference_n)[idx_m].astype(np.float64)
+            if self.critic is None:  # else it is a reward of its token
+                penalties_m = reward_to_go(penalties_m, sequences_n[idx_m])
             advantages_n = advantages_n.copy()
-            advantages_n[idx_m] -= (self.rules[rule].kl_coefficient * to_go_m).astype(np.float32)
+            advantages_n[idx_m] -= (self.rules[rule].kl_coefficient * penalties_m).astype(np.float32)
+        values = None
+        if (critic := self.critic) is not None:
+            score = lambda ended: self._of_batch(ended, critic.start_values, critic.flops, progress)  # noqa: E731
+            advantages_n, values = critic.prepare(arrays, advantages_n, policy_n, score)
         advantages_n = self.teachers.shaped(
             arrays, advantages_n, lambda read_arrays, model: self._logprobs_of_batch(read_arrays, model, progress)
         )
@@ -262,7 +281,9 @@ class PolicyGradient:
             keep_n &= step - arrays.versions_n <= self.token_budget
         if start_n is not None and self._masks_by_importance:
             self._mask_by_importance(arrays, start_n, advantages_n, policy_n, keep_n)
-        return Prepared(advantages_n=advantages_n, keep_n=keep_n, start_n=start_n, reference_n=reference_n)
+        return Prepared(
+            advantages_n=advantages_n, keep_n=keep_n, start_n=start_n, reference_n=reference_n, values_n=values
+        )
 
     def _mask_by_importance(
         self,
@@ -305,22 +326,28 @@ class PolicyGradient:
         """Run forward and backward over one minibatch; returns its loss (this rank's part of the sum). ``divides``: by
         the denominators of ``weights``."""
         totals = progress.totals()
+        samples_n, policy_n = sequence_of_token(arrays), self.losses.streams.policy_tokens(arrays)
+        keeps_hidden = self.critic is not None and self.critic.reads_policy
+        if self.critic is not None:
+            self.critic.begin_update(np.count_nonzero(policy_n[gather_tokens(arrays, minibatch)]))
 
         def undo() -> None:
-            self.learner.clear_gradients()
+            self._clear_gradients()
             vars(progress).update(totals)
             if self.parts:
                 raise MicroBatchesHalved(f"{self.limit.halved}; all parts of the step must be computed again")
 
         def compute() -> float:
-            samples_n, columns = sequence_of_token(arrays), DeviceColumns()
-            policy_n = self.losses.streams.policy_tokens(arrays)
+            columns = DeviceColumns()
             for batch in self._micro_batches(arrays, minibatch):
                 taught = self.teachers.taught(batch, arrays)
-                scores = self.learner.logprobs(batch, arrays, self.temperature, taught=taught)
+                scores = self.learner.logprobs(
+                    batch, arrays, self.temperature, taught=taught, keeps_hidden=keeps_hidden
+                )
                 logprobs_m, idx_m = scores.logprobs_m, batch.targets_m
                 if batch is EMPTY_MICRO_BATCH:
                     self.learner.backward(0.0 * logprobs_m.sum())
+                    self._backward_values(batch, scores, prepared, policy_n, progress)
                     continue
                 sequences_m = samples_n[idx_m]
                 scored = ScoredTokens(
@@ -333,6 +360,7 @@ class PolicyGradient:
                 )
                 stream_sum = self.losses.sum(arrays, scored, weights, divides=divides)
                 self.learner.backward(stream_sum.loss)
+                self._backward_values(batch, scores, prepared, policy_n, progress)
                 columns_m = logprobs_m, terms.proximal_m, scores.entropies_m, stream_sum.clipped_m
                 columns.add(idx_m, policy_n[idx_m], stream_sum.loss, *columns_m)
                 columns.add_figures(stream_sum.figures)
@@ -348,6 +376,19 @@ class PolicyGradient:
         if not self.losses.streams.single:
             progress.count_streams(self.losses.streams.count(arrays, minibatch))
         return loss
+
+    def _backward_values(
+        self,
+        batch: MicroBatchArrays,
+        scores: TokenScores,
+        prepared: Prepared,
+        policy_n: np.ndarray,
+        progress: Progress,
+    ) -> None:
+        """Accumulate the gradients of the critic, if there is one, after those of the policy."""
+        if self.critic is not None and prepared.values_n is not None:
+            self.critic.backward(batch, scores.hidden_md, prepared.values_n, policy_n)
+            progress.flops += 0.0 if batch is EMPTY_MICRO_BATCH else self.critic.training_flops(batch)
 
     def _terms(
         self, arrays: SampleArrays, prepared: Prepared, idx_m: IntArray, samples_m: IntArray, logprobs_m: torch.Tensor
@@ -366,26 +407,38 @@ class PolicyGradient:
 
     def _logprobs_of_batch(self, arrays: SampleArrays, model: PackedModel, progress: Progress) -> np.ndarray:
         """[N] log-probabilities of the loss tokens under ``model``, without gradient."""
-        logprobs_n = np.zeros(arrays.tokens, np.float32)
+        score = lambda batch: self.learner.logprobs(batch, arrays, self.temperature, model).logprobs_m  # noqa: E731
+        return self._of_batch(arrays, score, lambda batch: self.learner.flops(batch, model), progress)
+
+    def _of_batch(
+        self,
+        arrays: SampleArrays,
+        score: Callable[[MicroBatchArrays], torch.Tensor],
+        flops: Callable[[MicroBatchArrays], float],
+        progress: Progress,
+    ) -> np.ndarray:
+        """[N] what ``score`` returns of each micro-batch's scored tokens, without gradient; 0 for others."""
+        scores_n = np.zeros(arrays.tokens, np.float32)
 
         @torch.no_grad()
         def compute() -> None:
             parts, targets = list[torch.Tensor](), list[IntArray]()
             for batch in self._micro_batches(arrays, np.arange(arrays.samples)):
-                parts.append(self.learner.logprobs(batch, arrays, self.temperature, model).logprobs_m)
+                parts.append(score(batch))
                 targets.append(batch.targets_m)
-                progress.flops += 0.0 if batch is EMPTY_MICRO_BATCH else self.learner.flops(batch, model)
+                progress.flops += 0.0 if batch is EMPTY_MICRO_BATCH else flops(batch)
             if parts:
-                logprobs_n[np.concatenate(targets)] = torch.cat(parts).cpu().numpy()
+                scores_n[np.concatenate(targets)] = torch.cat(parts).cpu().numpy()
 
         totals = progress.totals()
         self.limit.attempt(compute, lambda: vars(progress).update(totals))
-        return logprobs_n
+        return scores_n
 
     def _micro_batches(self, arrays: SampleArrays, minibatch: IntArray) -> Iterator[MicroBatchArrays]:
         """Yield this rank's micro-batches of the minibatch, as many as every other rank has; samples without a loss
         token are left out."""
         sharing = self.trainer.shared_prefix and self.learner.shares_prefixes
+        sharing = sharing and (self.critic is None or self.critic.model.shares_prefixes)
         replays_experts = self.learner.routing is not None
         sequences, tree = tree_of(arrays, minibatch, shares_prefixes=sharing, with_rows=replays_experts)
         for positions in self.limit.size.pack_equally(tree, lambda count: max(self.learner.ranks.all_gather(count))):
@@ -416,5 +469,6 @@ class PolicyGradient:
             **expert_metrics(progress),
             **kept_metrics(progress, idx_m),
             **({} if self.losses.streams.single else stream_metrics(progress)),
+            **({} if self.critic is None else value_metrics(progress, idx_m)),
             **({} if self.algorithm.kl_target is None else {"kl_coefficient": self.rules[0].kl_coefficient}),
         }

@@ -274,7 +274,7 @@ class TrainerService(ModelService):
             step=step,
             version=self.version,
             skipped=not updates,
-            reason="; ".join(update.reason for update in all_updates if update.reason),
+            reason="; ".join(filter(None, [update.reason for update in (*all_updates, *progress.value_updates)])),
             samples=samples,
             tokens=progress.tokens,
             computed_tokens=progress.computed_tokens,
@@ -352,6 +352,8 @@ class TrainerService(ModelService):
         self.learner.load_weights(folder)
         self.policy.clear()
         self.learner.optimiser.state = self.learner.read_optimiser(state_files)
+        if self.policy.critic is not None:
+            self.policy.critic.restored()
         rng_state = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
         torch.set_rng_state(torch.from_numpy(rng_state.copy()))
         self.policy.rules[0].kl_coefficient = state.metrics.get(

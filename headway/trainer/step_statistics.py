@@ -16,6 +16,7 @@ import torch
 from headway.algorithms.samples import IntArray, SampleArrays
 from headway.config.objective.rules import STREAMS
 from headway.records.tokens import ExpertRouting
+from headway.records.training import SKIPPED_VALUE_UPDATES
 from headway.trainer.learner import TokenScores, Update
 from headway.trainer.losses import MAX_LOG_RATIO
 from headway.trainer.ranks import Ranks
@@ -29,6 +30,7 @@ class Prepared:
     keep_n: np.ndarray  # bool: not masked for staleness or importance
     start_n: np.ndarray | None = None  # log-probabilities under the weights at the start of the step, if needed
     reference_n: np.ndarray | None = None  # log-probabilities under the reference model, with a KL penalty
+    values_n: np.ndarray | None = None  # [N, 3] value at the start of the step, its target and return, with a critic
 
     def take(self, idx_m: IntArray) -> Prepared:
         """Return the constants of the tokens ``idx_m`` alone."""
@@ -72,6 +74,7 @@ class Progress:
     # [streams, 3] loss, tokens and sum of |d loss / d log pi|, if there are several streams or rules
     streams: np.ndarray = field(default_factory=lambda: np.zeros((len(STREAMS), 3)))
     updates: list[Update] = field(default_factory=list)
+    value_updates: list[Update] = field(default_factory=list)  # of the critic, in all passes
     skipped_minibatches: int = 0  # by algorithm.early_stop_ratio or early_stop_kl; equal on all ranks
     prepared: Prepared | None = None
     later: list[Progress] = field(default_factory=list["Progress"])  # of passes after the first
@@ -122,7 +125,8 @@ class Progress:
         later = [progress.gather(ranks) for progress in self.later]
         if parts := ranks.gather(replace(self, **arrays, prepared=prepared, later=[]) if ranks.is_first else None):
             gathered = Progress.joined([part for part in parts if part is not None])
-            return replace(gathered, updates=self.updates, skipped_minibatches=self.skipped_minibatches, later=later)
+            gathered = replace(gathered, updates=self.updates, value_updates=self.value_updates, later=later)
+            return replace(gathered, skipped_minibatches=self.skipped_minibatches)
         no_totals = dict.fromkeys(_COUNTED, 0) | {"streams": np.zeros_like(self.streams)}
         return replace(self, **no_totals, later=later)
 
@@ -241,6 +245,21 @@ def prepared_metrics(progress: Progress, idx_m: IntArray) -> dict[str, float]:
     if prepared.reference_n is not None:
         log_ratio_m = prepared.reference_n[idx_m] - progress.logprobs_n[idx_m]
         metrics["kl_reference"] = float((np.expm1(log_ratio_m.clip(max=MAX_LOG_RATIO)) - log_ratio_m).mean())
+    return metrics
+
+
+def value_metrics(progress: Progress, idx_m: IntArray) -> dict[str, float]:
+    """Metrics of the critic's values at the start of the step against the returns, over the loss tokens.
+    explained_variance: 1 - variance of their difference / variance of the returns, not if that is 0. value_error: root
+    mean square of the difference, in units of reward. skipped_value_updates: as of skipped_updates."""
+    skipped_updates = sum(not update.applied for update in progress.value_updates)
+    metrics = {SKIPPED_VALUE_UPDATES: float(skipped_updates)}
+    if progress.prepared is None or progress.prepared.values_n is None or not len(idx_m):
+        return metrics
+    values_m, _, returns_m = progress.prepared.values_n[idx_m].T
+    metrics["value_error"] = float(np.sqrt(np.square(returns_m - values_m).mean()))
+    if (variance := returns_m.var()) > 0:
+        metrics["explained_variance"] = float(1.0 - (returns_m - values_m).var() / variance)
     return metrics
 
 

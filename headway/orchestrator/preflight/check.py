@@ -370,7 +370,7 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
         )
     if experiment.algorithm.proximal == "current" and trainer.updates_per_batch > 1:
         findings.warning("algorithm.proximal", "'current' with several optimiser steps per batch clips nothing")
-    if trainer.warmup_steps >= experiment.run.steps:
+    if trainer.warmup[1] >= experiment.run.steps:
         findings.warning("trainer.warmup_steps", "the run ends before the learning rate has warmed up")
     train = (inputs.tasks or {}).get("train")
     if train is not None and len(train) < queue.groups_per_step:
@@ -393,12 +393,13 @@ def _deadlocks(experiment: Experiment, findings: Findings) -> None:
             f"{kv_tokens} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait forever",
         )
     rules = [experiment.rules.algorithms[rule] for rule in experiment.rules.used]
-    compares = [r.advantage != "batch_mean_std" and r.policy_coefficient > 0 and not r.teacher for r in rules]
+    without_group = ("batch_mean_std", "gae")
+    compares = [r.advantage not in without_group and r.policy_coefficient > 0 and not r.teacher for r in rules]
     if experiment.rollout.group_size < 2 and any(compares):
         findings.error(
             "rollout.group_size",
             "1: advantages compare the members of a group, so all would be 0; valid: 2 or more, "
-            "algorithm.advantage = 'batch_mean_std', or a teacher",
+            "algorithm.advantage = 'batch_mean_std' or 'gae', or a teacher",
         )
 
 
