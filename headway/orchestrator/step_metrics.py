@@ -309,7 +309,7 @@ class StepMetrics:
             samples=sample_count,
             groups=len(trained),
             endings={"trained": sample_count},
-            **staleness_fields(trained, step, self._updates, self._token_budget),
+            **staleness_fields(trained, step, self._experiment),
             tokens=TokenStatistics(staleness=token_staleness(trained, step, self._token_budget)),
             pruning=pruner_figures(trained),
             **_response_fields(trained, self._pass_at),

@@ -329,7 +329,7 @@ class PolicyGradient:
         samples_n, policy_n = sequence_of_token(arrays), self.losses.streams.policy_tokens(arrays)
         keeps_hidden = self.critic is not None and self.critic.reads_policy
         if self.critic is not None:
-            self.critic.begin_update(np.count_nonzero(policy_n[gather_tokens(arrays, minibatch)]))
+            self.critic.begin_update(int(np.count_nonzero(policy_n[gather_tokens(arrays, minibatch)])))
 
         def undo() -> None:
             self._clear_gradients()

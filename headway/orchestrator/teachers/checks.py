@@ -10,8 +10,8 @@ from headway.config.external_models import SELF, TeacherConfig
 from headway.config.load import model_folders
 from headway.config.model import ModelConfig
 from headway.config.schema import Experiment
-from headway.models.configuration import DecoderConfig, HfConfig
-from headway.models.hf.configuration import read_config
+from headway.models.configuration import DecoderConfig
+from headway.models.hf.configuration import HfConfig, read_config
 from headway.orchestrator.teachers.replicas import teacher_experiment
 from headway.orchestrator.teachers.stage import context_ids
 from headway.records.errors import ConfigurationError

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from numpy.typing import NDArray
 
@@ -215,7 +215,7 @@ class VllmEngine(VllmRequests):
         if self._scores is None:
             self._break(f"given tokens were not computed within {step_limit} steps", delta_index)
         scores = PromptLogprobs.unscored(self.version if revision is None else revision.version, len(ids), top)
-        top_ids_lk, logprobs_lk = self._scores
+        top_ids_lk, logprobs_lk = cast("Any", self._scores)
         scores.logprobs[1:] = logprobs_lk[:, 0]
         scores.top_ids[1:], scores.top_logprobs[1:] = top_ids_lk[:, 1 : 1 + top], logprobs_lk[:, 1 : 1 + top]
         return scores
