@@ -11,7 +11,7 @@ import torch
 from benchmarks.parts import gpu_rates
 from headway.generator.engines.torch import model_runner
 from headway.models import kernels
-from headway.trainer import learner
+from headway.trainer.streams import token_logprobs
 from headway.weights.shared_memory import Publisher
 
 
@@ -40,13 +40,13 @@ def _sampler() -> None:
 
 def _gradient() -> None:
     """The gradient of the log-probabilities is a tenth too large."""
-    right = learner.target_logprobs
+    right = token_logprobs.target_logprobs
 
     def wrong(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropies = right(*arguments)
         return 1.1 * logprobs - 0.1 * logprobs.detach(), entropies
 
-    learner.target_logprobs = wrong
+    token_logprobs.target_logprobs = wrong
 
 
 def _weights() -> None:
