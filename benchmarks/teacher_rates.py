@@ -15,11 +15,11 @@ computes; the policy on the first one has a few thousand. The last line is one J
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +145,13 @@ def live(config: Path, folder: Path, seconds: int, *options: str) -> tuple[int, 
     command = [sys.executable, "-m", "headway.cli.main", "train", str(config), *settings]
     peak_bytes = 0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None:
+        running = True
+        while running:
             if (worker := worker_of(folder / "logs" / "teacher-big-0.log")) is not None:
                 peak_bytes = max(peak_bytes, peak_resident_bytes(worker) or 0)
-            time.sleep(0.5)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+                running = False
     if process.returncode:
         raise SystemExit(f"headway train failed: {process.returncode}")
     run_figures = figures(live_steps(folder))

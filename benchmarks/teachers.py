@@ -112,11 +112,11 @@ def paired(directory: Path, seeds: list[int]) -> Iterator[tuple[int, float]]:
         by_rewards = train_once(directory, f"rewards-{seed}", options)
         teacher = [*TAUGHT, f"--teachers.taught.path={by_rewards}/best", f"--evaluation.stop_at_solve_rate={GOOD}"]
         taught = train_once(directory, f"taught-{seed}", [*options, *teacher])
-        counts = rollouts_until_good(taught), rollouts_until_good(by_rewards)
-        print(f"seed {seed}: {counts[0]} rollouts taught, {counts[1]} by rewards until {GOOD:g}", flush=True)
-        if None in counts:
-            raise SystemExit(f"seed {seed}: a run never reached {GOOD:g}")
-        yield seed, counts[0] / counts[1]  # type: ignore[operator]
+        taught_count, reward_count = rollouts_until_good(taught), rollouts_until_good(by_rewards)
+        print(f"seed {seed}: {taught_count} rollouts taught, {reward_count} by rewards until {GOOD:g}", flush=True)
+        if not taught_count or not reward_count:
+            raise SystemExit(f"seed {seed}: a run never reached {GOOD:g}, or was there before its first step")
+        yield seed, taught_count / reward_count
 
 
 def taught_by_itself(directory: Path) -> dict[str, float]:

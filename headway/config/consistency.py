@@ -117,9 +117,9 @@ def _require_teacher(experiment: Experiment, name: str) -> None:
         reason = f"rollout.top_p = {rollout.top_p:g}, top_k = {rollout.top_k}"
         reason = reason if rollout.truncates else "algorithm.allow_truncated_sampling = true"
     if reason:
-        place = "address" if teacher.address else f"devices, of generator.engine = {experiment.generator.engine!r},"
+        keys = "address" if teacher.address else f"devices, of generator.engine = {experiment.generator.engine!r},"
         raise ValueError(
-            f"teachers.{name} with {place} answers for the whole vocabulary at temperature 1, not for "
+            f"teachers.{name} with {keys} answers for the whole vocabulary at temperature 1, not for "
             f"{reason}; valid: a teacher without devices and address"
         )
     if teacher.address and experiment.run.deterministic:

@@ -106,8 +106,8 @@ class TeacherConfig(Section):
                 f"devices = {list(self.devices)} with address: a teacher computes in one place; valid: one"
             )
         if self.path == SELF and self.scores:
-            place = f"devices = {list(self.devices)}" if self.devices else f"address = {self.address['url']!r}"
-            raise ValueError(f"path = 'self' with {place}: weights at the start of a step are in the trainer alone")
+            keys = f"devices = {list(self.devices)}" if self.devices else f"address = {self.address['url']!r}"
+            raise ValueError(f"path = 'self' with {keys}: weights at the start of a step are in the trainer alone")
         if self.samples and self.top_k is not None:
             raise ValueError(f"top_k = {self.top_k} with divergence = 'sampled', which compares sampled tokens alone")
         if self.scores and not self.samples and self.top_k is None:

@@ -273,12 +273,14 @@ class _WorkerEvents:
             record(context)
 
 
-def _open_encoded(experiment: Experiment, directory: RunDirectory, events: _WorkerEvents) -> dict[str, Any]:
-    """The tokenizer and the demonstrations of `Actors`."""
+def _open_tokenizer(
+    experiment: Experiment, directory: RunDirectory, events: _WorkerEvents
+) -> tuple[Tokenizer, Demonstrations | None]:
+    """The tokenizer, and the demonstrations that it encodes."""
     tokenizer = Tokenizer.of(experiment, directory.started())
     if tokenizer.added_stops:
         events("stop_tokens_added", tokenizer.added_text)
-    return {"tokenizer": tokenizer, "demonstrations": Demonstrations.read(experiment, tokenizer)}
+    return tokenizer, Demonstrations.read(experiment, tokenizer)
 
 
 async def wire(
@@ -315,15 +317,16 @@ async def wire(
     task_sets = await leave_out_unproved(experiment, task_sets, verifier, events, directory.left_out)
     controller = ControllerProcess(launcher, clock, directory.logs)
     pictures = open_pictures(experiment, task_sets, launcher, clock, events)
-    encoded = _open_encoded(experiment, directory, events)
-    tokenizer, train_tasks = encoded["tokenizer"], task_sets["train"]
-    teachers = await start_teachers(experiment, tokenizer, train_tasks, launcher, clock, waits, events, stack)
+    tokenizer, demonstrations = _open_tokenizer(experiment, directory, events)
+    learned = (experiment, tokenizer, task_sets["train"])
+    teachers = await start_teachers(*learned, launcher, clock, waits, events, stack)
     actors = Actors(
         generator=generator,
         trainer=trainer,
         verifier=verifier,
-        **encoded,
+        tokenizer=tokenizer,
         teachers=teachers,
+        demonstrations=demonstrations,
         pictures=pictures,
         train_tasks=task_sets.pop("train"),
         evaluation_tasks=task_sets,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.memory import teacher_uses
@@ -14,11 +14,11 @@ from headway.records.plan import PlannedStage
 from headway.runtime.devices import parse_device
 
 
-@cache
+@lru_cache(1)  # for all candidates of a plan
 def teacher_stages(curves: StageCurves) -> tuple[PlannedStage, ...]:
     """Return a stage for each teacher that scores rollouts. Its rate, in samples of the run, is by the workload's
     ``teacher_s``, or of replicas by the tokens that they read: rollouts, and a probe for each group."""
-    experiment, stages = curves.experiment, list[PlannedStage]()
+    experiment, rules, stages = curves.experiment, curves.experiment.rules, list[PlannedStage]()
     uses, weights = list(teacher_uses(experiment)), training_weights(experiment)
     tokens = curves.prompt_tokens + curves.lengths.mean_tokens
     for name, teacher in experiment.used_teachers.items():
@@ -31,7 +31,7 @@ def teacher_stages(curves: StageCurves) -> tuple[PlannedStage, ...]:
             read_tokens, device = tokens + PROBE_TOKENS / experiment.rollout.group_size, kind.device.name
             figures = model_figures(sizes_of(teacher.path))
             seconds = seconds or read_tokens / curves.prompt_tokens_per_s(kind, figures, tokens)
-        taught_weight = sum(w for source, w in weights.items() if experiment.rules.of(source).teacher == name)
+        taught_weight = sum(w for source, w in weights.items() if rules.of(source).teacher == name)
         nbytes = [float(use.total_bytes) for use in uses if use.name == f"teacher-{name}-0"]
         stages.append(
             PlannedStage(

@@ -27,7 +27,7 @@ SAMPLED = np.dtype([("id", "<i4"), ("logprob", "<f4")])  # a sampled token with 
 # one that was given, or sampled among the whole vocabulary or all that its grammar allows.
 EXPERTS = "experts"
 KEPT = "kept"
-TEACHER = "teacher"  # of sampled tokens: a teacher's scores of each (`records.teacher_scores`)
+TEACHER = "teacher"  # of sampled tokens: a teacher's scores of each (`algorithms.teacher_scores`)
 CONTEXT = "context"  # of a prompt's first token: the ids that a teacher in the trainer reads in the prompt's place
 TARGET_KINDS = frozenset((KEPT, TEACHER, CONTEXT))  # rows that aren't of a token as the model's input
 PIXELS = "pixels"  # kind of rows: a prompt's first token has the content hash of its pictures' pixel arrays

@@ -229,6 +229,9 @@ class Learner:
             predictors_m, targets_m = share.rows, targets_m[share.own]
             own_kept = None if kept is None else self._kept(batch.targets_m[share.own.cpu().numpy()], arrays)
 
+        def kept_of(positions: IntArray) -> MicroBatchSets | None:
+            return self._kept(batch.targets_m[positions], arrays)
+
         def compute() -> list[Tensor]:
             if pictures:  # a transformers model: only these get pictures
                 packed_inputs = input_ids_n, batch.input_lengths, batch.continues
@@ -242,7 +245,6 @@ class Learner:
             own_scores = list(token_logprobs(chosen_model, hidden_md, targets_m, temperature, kept=own_kept))
             if taught:
                 own_m = np.arange(len(batch.targets_m)) if share is None else share.own.cpu().numpy()
-                kept_of = lambda positions: self._kept(batch.targets_m[positions], arrays)  # noqa: E731
                 own_scores += divergence_of(taught, chosen_model, hidden_md, own_m, temperature, kept_of)
             return own_scores if share is None else [share.gather(scores) for scores in own_scores]
 

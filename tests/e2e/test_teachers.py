@@ -96,7 +96,10 @@ def test_a_replica_scores_and_is_restarted(inputs: Path) -> None:
     async def use() -> None:
         launcher, logs = LocalLauncher(RealClock()), inputs / "logs"
         logs.mkdir()
-        on_event = lambda name, detail, /, **data: events.append(f"{name} {detail}")  # noqa: E731
+
+        def on_event(name: str, detail: str, /, **data: object) -> None:
+            events.append(f"{name} {detail}")
+
         scorer = ReplicaTeacher("t", teacher, experiment, launcher, RealClock(), on_event, logs)
         is_scored = np.arange(len(ids)) > 0
         try:

@@ -162,7 +162,7 @@ class App(HttpApp):
                 if needs_thread and session.recorder.earlier(fingerprint) is None:
                     call_plan = await self._in_thread(session.recorder.plan, parsed.request)
                     parsed = await self._constrained(parsed, dialect, call_plan.text)
-                if parsed.scored is not None and not parsed.scored.answers:
+                if parsed.scored is not None and not parsed.request.answers:
                     prompt_ids = (call_plan or session.recorder.plan(parsed.request)).context_ids
                     response_body = await exchange.while_connected(self._scored_body(parsed, dialect, prompt_ids, None))
                     await exchange.reply(200, response_body)

@@ -103,8 +103,8 @@ class Completions(Dialect):
 
     def read(self, body: Mapping[str, Any], setting: Setting) -> ParsedRequest:
         parsed = super().read(body, setting)
-        echo, top, answers = bool(body.get("echo")), int(body.get("logprobs") or 0), body.get("max_tokens") != 0
-        if not answers and not echo:
+        echo, top, samples = bool(body.get("echo")), int(body.get("logprobs") or 0), body.get("max_tokens") != 0
+        if not samples and not echo:
             raise RequestRefused("max_tokens = 0: valid: from 1 on, or echo = true", param="max_tokens")
         if not echo and not top:
             return parsed
@@ -115,8 +115,8 @@ class Completions(Dialect):
         if parsed.stream:
             reason = f"valid: false with {name} = {fields.formatted(body[name])}, which follows the answer"
             raise RequestRefused(f"stream = True: {reason}", param="stream")
-        request = dataclasses.replace(parsed.request, answers=answers)
-        return dataclasses.replace(parsed, request=request, scored=Scored(echo, top, answers))
+        request = dataclasses.replace(parsed.request, answers=samples)
+        return dataclasses.replace(parsed, request=request, scored=Scored(echo, top))
 
     def constraint(self, values: Values) -> Constraint | None:
         text_schema = values["response_format"]

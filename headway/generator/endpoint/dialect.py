@@ -61,7 +61,6 @@ class Scored:
 
     echo: bool  # of the prompt's tokens too, whose text begins the answer's
     top: int  # likeliest tokens in each one's place
-    answers: bool  # whether an answer is sampled
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ Shapes: l tokens of the prompt, n of a chunk, v vocabulary, k likeliest tokens.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 import torch
@@ -19,30 +18,32 @@ from headway.records.tokens import TokenIds
 _LOGITS = 1 << 25  # that a chunk computes at most
 
 
-class PromptPass(ABC):
+class PromptPass:
     """A forward pass over given tokens, with a KV cache of its own.
 
     Lifecycle: `advance`, once between two steps, until it returns the log-probabilities. When the weights change
     meanwhile it begins again, so that one version computes all of them.
     """
 
-    def __init__(self, ids: TokenIds, top: int, vocabulary: int, chunk_tokens: int) -> None:
-        """``top``: likeliest tokens in each one's place. ``chunk_tokens``: computed between two steps at most."""
+    def __init__(
+        self,
+        ids: TokenIds,
+        top: int,
+        vocabulary: int,
+        chunk_tokens: int,
+        weights: Callable[[], tuple[int, Hashable]],
+        logits: Callable[[int, int], Tensor],
+    ) -> None:
+        """``top``: likeliest tokens in each one's place. ``chunk_tokens``: computed between two steps at most.
+        ``weights()``: the version of the newest weights, and what identifies them. ``logits(start, end)``: computes
+        these tokens on what the calls before have computed, from 0 anew; the logits [n, v] after each."""
         self._ids, self._top = ids, top
+        self._present_weights, self._logits = weights, logits
         self._chunk_tokens = max(1, min(chunk_tokens, _LOGITS // vocabulary))
         self._weights: Hashable = None  # with which the computed tokens were computed
         self._computed = 0  # tokens
         self._chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._last_v: Tensor | None = None  # log-probabilities in the place of the next token
-
-    @abstractmethod
-    def _present_weights(self) -> tuple[int, Hashable]:
-        """Return the version of the newest weights, and what identifies them: other weights have another identity."""
-
-    @abstractmethod
-    def _logits(self, start: int, end: int) -> Tensor:
-        """Compute the tokens from ``start`` to ``end`` on what the calls before have computed, and return the logits
-        [n, v] after each. From 0, it begins again."""
 
     @torch.inference_mode()
     def advance(self) -> PromptLogprobs | None:

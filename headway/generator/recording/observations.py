@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from headway.records.conversations import RequestRefused
 from headway.records.environment import LEFT_OUT
 from headway.records.tokens import TokenIds
 from headway.tokens.messages import Message
@@ -60,10 +61,13 @@ def _content_starts(
     contents: Sequence[str], text: str, render: Callable[[Sequence[str]], str]
 ) -> list[tuple[int, str]]:
     """Where in ``text`` each of ``contents`` begins that isn't empty, from the last one on, until one that the template
-    writes otherwise. Templates may leave out white space around a content."""
+    writes otherwise; nowhere if it refuses other contents. Templates may leave out white space around a content."""
     label = next(label for number in range(len(text) + 1) if (label := f"Content{number}of") not in text)
     marks = [content and f"{label}{index}." for index, content in enumerate(contents)]
-    rest, end, starts = render(marks), len(text), list[tuple[int, str]]()
+    try:
+        rest, end, starts = render(marks), len(text), list[tuple[int, str]]()
+    except RequestRefused:  # by a template that takes contents of some form alone
+        return []
     for content, mark in reversed([(content, mark) for content, mark in zip(contents, marks, strict=True) if mark]):
         rest, separator, tail = rest.rpartition(mark)
         end -= len(tail)

@@ -20,7 +20,8 @@ _PAUSE_S = 0.1  # between two looks for a replica, if no prompt ends meanwhile
 
 class PromptCalls:
     """Sends each prompt to the live replica with the newest weights that has the fewest prompts and requests; others
-    wait. One whose replica dies is sent to another."""
+    wait, at most one for each open rollout of a run, or connection of an endpoint. One whose replica dies is sent to
+    another."""
 
     def __init__(self, replicas: Sequence[Replica], clock: Clock, require_running: Callable[[], None]) -> None:
         """``require_running`` raises when no replica will be live."""

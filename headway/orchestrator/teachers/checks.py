@@ -23,7 +23,7 @@ _PROBE = ("What is 2 + 3?", "5", "And 4 + 4?")  # messages of a conversation
 def require_teachers(experiment: Experiment, tokenizer: Tokenizer, tasks: Iterable[Task]) -> None:
     """Raise ConfigurationError, naming the key, for a teacher that reads tokens otherwise than the policy, or whose
     context some training task can't fill."""
-    tasks = list(tasks)
+    tasks, rules = list(tasks), experiment.rules
     for name, teacher in experiment.used_teachers.items():
         key = f"teachers.{name}"
         if teacher.path != SELF:
@@ -34,8 +34,7 @@ def require_teachers(experiment: Experiment, tokenizer: Tokenizer, tasks: Iterab
         vocabulary = read_config(ModelConfig(path=folder)).vocabulary_size
         if (teacher.top_k or 0) > vocabulary:
             raise ConfigurationError(f"{key}.top_k = {teacher.top_k}; valid: 1 to {vocabulary}, all ids of {folder!r}")
-        taught_tasks = [task for task in tasks if experiment.rules.of(task.source).teacher == name]
-        for task in taught_tasks:
+        for task in (task for task in tasks if rules.of(task.source).teacher == name):
             try:
                 context_ids(teacher, task, tokenizer, experiment)
             except ConfigurationError as error:

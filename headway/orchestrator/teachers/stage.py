@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headway.algorithms.teacher_scores import score_rows
 from headway.config.external_models import TeacherConfig
 from headway.config.schema import Experiment
+from headway.control.logprob_limits import compare
 from headway.control.stalls import LOOPS
 from headway.orchestrator.teachers.replicas import ReplicaTeacher
 from headway.orchestrator.teachers.server import ServedTeacher
@@ -30,7 +31,7 @@ from headway.runtime.run_directory import RunDirectory
 from headway.runtime.stalls.waits import Waits
 from headway.tokens.tokenizer import Tokenizer
 
-_MOST_PROBE_DIFFERENCE = 0.05  # nats, mean over a probe: beyond rounding in bfloat16 and the order of batches
+_PRECISION = "mixture"  # in whose limits a model agrees with itself: a server's isn't known, nor is its batch the same
 
 
 class TeacherScorer(Protocol):
@@ -70,12 +71,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         """Return what shows that the two are other models; "" if nothing does."""
         if self.model != other.model:
             return f"the model {other.model!r} where the run began with {self.model!r}"
-        nats = float(np.abs(np.subtract(self.logprobs, other.logprobs)).mean())
-        if nats <= _MOST_PROBE_DIFFERENCE:
-            return ""
-        return (
-            f"another model: its log-probabilities of a probe differ by {nats:.3g} nats from those of the run's start"
-        )
+        reason = compare(other.logprobs, self.logprobs, _PRECISION).wrong
+        return reason and f"another model than at the run's start: its {reason}"
 
 
 class BusyTime:
@@ -122,6 +119,7 @@ class TeacherStage:
     ) -> None:
         """``make_replicas(name, teacher)`` makes the pool of a teacher with devices, not started yet."""
         self._experiment, self._tokenizer, self._clock, self._waits = experiment, tokenizer, clock, waits
+        self._rules = experiment.rules
         self._scorers: dict[str, TeacherScorer] = {
             name: make_replicas(name, teacher) if teacher.server is None else ServedTeacher(name, teacher.server)
             for name, teacher in experiment.used_teachers.items()
@@ -163,7 +161,7 @@ class TeacherStage:
     async def score(self, group: Group, rollouts: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
         """Return the verified ``rollouts`` of a group with their teacher's scores. A rollout whose teacher failed has
         failed as infrastructure; those that had failed or left their group before are returned as they are."""
-        name = self._experiment.rules.of(group.task.source).teacher
+        name = self._rules.of(group.task.source).teacher
         unscored = [rollout for rollout in rollouts if name and rollout.valid and rollout.teacher is None]
         if not unscored:
             return rollouts

@@ -1,4 +1,4 @@
-"""Adds up the streams of a step's loss (`algorithms/streams.py`) from per-token losses of a micro-batch.
+"""The streams of a step's loss (`algorithms/streams.py`): the losses of a micro-batch's tokens, and their sum.
 
-The package knows rules, tokens and weights; it runs no model. Begin with ``losses.py``.
+The package has models compute through their interface, and neither loads nor updates any. Begin with ``losses.py``.
 """

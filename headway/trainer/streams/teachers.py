@@ -84,13 +84,13 @@ def divergence_of(
     zeros_m = hidden_md.new_zeros(len(hidden_md), dtype=torch.promote_types(hidden_md.dtype, torch.float32))
     values_m, slopes_m = zeros_m, zeros_m.clone()
     for tokens in taught:
-        _, rows, places = np.intersect1d(own_m, tokens.positions_j, assume_unique=True, return_indices=True)
-        rows_j, places_j = (torch.from_numpy(indices).to(hidden_md.device) for indices in (rows, places))
+        _, rows, taught_rows = np.intersect1d(own_m, tokens.positions_j, assume_unique=True, return_indices=True)
+        rows_j, taught_j = (torch.from_numpy(indices).to(hidden_md.device) for indices in (rows, taught_rows))
         teacher = tokens.teacher
         if isinstance(teacher, TopLogprobs):
-            teacher = teacher._replace(ids_mk=teacher.ids_mk[places_j], logprobs_mk=teacher.logprobs_mk[places_j])
+            teacher = teacher._replace(ids_mk=teacher.ids_mk[taught_j], logprobs_mk=teacher.logprobs_mk[taught_j])
         else:
-            teacher = replace(teacher, hidden_md=teacher.hidden_md[places_j])
+            teacher = replace(teacher, hidden_md=teacher.hidden_md[taught_j])
         kept, own_hidden_jd = kept_of(own_m[rows]), hidden_md.index_select(0, rows_j)
         divergence = token_divergences(model, own_hidden_jd, teacher, tokens.kind, temperature, kept)
         values_m = values_m.index_add(0, rows_j, divergence.values_m.to(values_m.dtype))

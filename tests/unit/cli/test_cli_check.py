@@ -433,9 +433,7 @@ def test_a_directory_that_holds_a_run_or_is_in_use(setup: Setup) -> None:
     assert setup.messages(resume=True) == {}
     data = {"tasks": 380, "tasks_digest": "of others"}
     (setup.folder / "run/ledger.jsonl").write_bytes(msgspec.json.encode(EventRecord(event="start", data=data)) + b"\n")
-    warned = setup.messages("warning", resume=True)["tasks.train"]
-    assert warned.startswith("has changed since this run began (")
-    assert "tasks, were 380): make clean" in warned
+    assert "tasks, were 380): make clean" in setup.messages("warning", resume=True)["tasks.train"]
     assert "run.seed" in setup.messages(resume=True, run={"seed": 5})["run.directory"]
     (setup.folder / "file").write_text("")
     assert "is a file" in setup.messages(run={"directory": str(setup.folder / "file")})["run.directory"]
@@ -448,8 +446,7 @@ def test_a_resume_with_other_demonstrations(setup: Setup) -> None:
         run.begin(setup.experiment(**keys), resume=False)
     data = {"demonstrations": 3, "demonstrations_digest": "of others"}
     (setup.folder / "run/ledger.jsonl").write_bytes(msgspec.json.encode(EventRecord(event="start", data=data)) + b"\n")
-    warned = setup.messages("warning", resume=True, **keys)["demonstrations.data"]
-    assert warned.startswith("has changed since this run began (1 demonstrations, were 3): make clean")
+    assert "(1 demonstrations, were 3)" in setup.messages("warning", resume=True, **keys)["demonstrations.data"]
 
 
 def test_what_another_step_will_make_is_no_error_ahead_of_the_run(setup: Setup) -> None:

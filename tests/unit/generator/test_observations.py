@@ -16,6 +16,7 @@ from recorded_agent import TOOLS, USER, chat, committed, request, result
 from headway.config.endpoint import EndpointConfig
 from headway.generator.recording.observations import observed_runs, runs_of
 from headway.generator.recording.recorder import Recorder
+from headway.records.conversations import RequestRefused
 from headway.records.environment import LEFT_OUT
 from headway.records.tokens import TokenIds
 from headway.tokens.messages import Message
@@ -95,6 +96,16 @@ def test_the_users_messages_and_an_escaped_answer_have_none() -> None:
             return f'<tool_response>\n{{"out": {json.dumps(messages[0].content)}}}\n</tool_response>'
 
         assert observed_runs(tokenizer, [message], render, text, None, ids) == ()
+
+
+def test_a_template_that_refuses_other_contents_has_none() -> None:
+    tokenizer, text = chat("qwen2.5").tokenizer, "<tool_response>\n{}\n</tool_response>"
+
+    def render(messages: Sequence[Message]) -> str:
+        raise RequestRefused(f"{messages[0].content} isn't JSON", param="messages")
+
+    message, ids = Message(role="tool", content="{}"), TokenIds(tokenizer.encode(text))
+    assert observed_runs(tokenizer, [message], render, text, None, ids) == ()
 
 
 @given(st.sets(st.integers(0, 40)))

@@ -229,11 +229,12 @@ def test_another_model_after_a_restart_is_noticed(tmp_path: Path) -> None:
             server.logprobs = table(1)
             (failed,) = await stage.score(group(), (rollout(0),))
             assert failed.failure is not None
-            assert "teacher big is another model: its log-probabilities of a probe differ" in failed.failure.cause
+            reason = "teacher big is another model than at the run's start: its log-probabilities of a probe differ"
+            assert reason in failed.failure.cause
             assert failed.failure.infrastructure
 
         in_stage(settings, use)
-        with pytest.raises(ConfigurationError, match=r"teacher big is another model: .*; a run keeps its teachers"):
+        with pytest.raises(ConfigurationError, match=r"teacher big is another model than .*; a run keeps its teachers"):
             score(settings, rollout(0))  # also when the run is resumed
         server.logprobs, server.model = table(0), "renamed"
         with pytest.raises(

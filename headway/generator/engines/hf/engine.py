@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import heapq
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from headway.generator.engines.hf.adapters import HfRevisions
 from headway.generator.engines.hf.caches import join, take, tensors_of
 from headway.generator.engines.hf.runner import HfRunner
-from headway.generator.engines.prompt_pass import PromptPass
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.sampling import sample_tokens
 from headway.generator.engines.torch.memory import EngineMemory
@@ -263,8 +262,18 @@ class HfEngine(SlotEngine[HfRevisions]):
         for batch in self._batches:
             yield from tensors_of(batch.cache)
 
-    def _make_prompt_pass(self, ids: TokenIds, top: int, adapter: str) -> PromptPass:
-        return _HfPass(self, self._runner, ids, top, adapter, self._prefill_tokens_per_step)
+    def _prompt_logits(self, ids: TokenIds, adapter: str) -> Callable[[int, int], Tensor]:
+        ids_1l, cache = torch.from_numpy(ids.array.astype(np.int64))[None], None
+
+        def compute(start: int, end: int) -> Tensor:
+            nonlocal cache
+            revision = self.adapters.newest(adapter)
+            with self.adapters.computing(0 if revision is None else revision.update):
+                former_cache = cache if start else None
+                logits_nv, cache = self._runner.feed_all(ids_1l[:, start:end], former_cache, [start])
+            return self._runner.model.sampled(logits_nv)
+
+        return compute
 
     def score(self, probe: Probe) -> ProbeScores:
         """See `Engine.score`. Raises BufferCorrupt if the stored pixels of the probe's pictures can't be read."""
@@ -276,24 +285,3 @@ class HfEngine(SlotEngine[HfRevisions]):
         """See `Engine.statistics`."""
         held_tokens = self._held_tokens(self._table.position[: self._rows].tolist())
         return self._statistics(self._rows, held_tokens, self.kv_capacity_tokens)
-
-
-class _HfPass(PromptPass):
-    """A prompt's pass over a cache of its own, computed alone."""
-
-    def __init__(
-        self, engine: HfEngine, runner: HfRunner, ids: TokenIds, top: int, adapter: str, chunk_tokens: int
-    ) -> None:
-        super().__init__(ids, top, runner.model.config.vocabulary_size, chunk_tokens)
-        self._engine, self._runner, self._adapter = engine, runner, adapter
-        self._cache: Any = None
-
-    def _present_weights(self) -> tuple[int, Hashable]:
-        return self._engine.newest_weights(self._adapter)
-
-    def _logits(self, start: int, end: int) -> Tensor:
-        revision, ids_1k = self._engine.adapters.newest(self._adapter), np.asarray(self._ids.array[start:end])[None]
-        with self._engine.adapters.computing(0 if revision is None else revision.update):
-            cache, computed = (None, [0]) if start == 0 else (self._cache, [start])
-            logits_nv, self._cache = self._runner.feed_all(torch.from_numpy(ids_1k.astype(np.int64)), cache, computed)
-        return self._runner.model.sampled(logits_nv)

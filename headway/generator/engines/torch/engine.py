@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.generator.engines.prompt_pass import PromptPass
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.sampling import HostSample
 from headway.generator.engines.torch.adapters import AdapterRevisions
@@ -377,8 +376,19 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
             if len(prompt_slots) > 1 and len(prompt) > 1
         }
 
-    def _make_prompt_pass(self, ids: TokenIds, top: int, adapter: str) -> PromptPass:
-        return _TorchPass(self, self._runner, ids, top, adapter, self._prefill_tokens_per_step)
+    def _prompt_logits(self, ids: TokenIds, adapter: str) -> Callable[[int, int], Tensor]:
+        cache: PagedCache | None = None
+
+        def compute(start: int, end: int) -> Tensor:
+            nonlocal cache
+            if start == 0 or cache is None:
+                cache = self._runner.new_cache(len(ids))
+            revision = self.adapters.newest(adapter)
+            prefill = Prefill(ids.array[:end], 0, start, 0 if revision is None else revision.update)
+            with self._runner.on_cache(cache):
+                return self._runner.prompt_logits(prefill)
+
+        return compute
 
     def score(self, probe: Probe) -> ProbeScores:
         """See `Engine.score`."""
@@ -387,25 +397,3 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""
         return self._statistics(self._rows, self._pool.used * BLOCK_TOKENS, self.kv_capacity_tokens)
-
-
-class _TorchPass(PromptPass):
-    """A prompt's pass over a cache of its own; nothing of it is shared with requests."""
-
-    def __init__(
-        self, engine: TorchEngine, runner: ModelRunner, ids: TokenIds, top: int, adapter: str, chunk_tokens: int
-    ) -> None:
-        super().__init__(ids, top, runner.model.config.vocabulary_size, chunk_tokens)
-        self._engine, self._runner, self._adapter = engine, runner, adapter
-        self._cache: PagedCache | None = None
-
-    def _present_weights(self) -> tuple[int, Hashable]:
-        return self._engine.newest_weights(self._adapter)
-
-    def _logits(self, start: int, end: int) -> Tensor:
-        if start == 0 or self._cache is None:
-            self._cache = self._runner.new_cache(len(self._ids))
-        revision = self._engine.adapters.newest(self._adapter)
-        update = 0 if revision is None else revision.update
-        with self._runner.on_cache(self._cache):
-            return self._runner.prompt_logits(Prefill(self._ids.array[:end], 0, start, update))

@@ -6,6 +6,7 @@ import heapq
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, Required, TypedDict, TypeVar
 
 import msgspec
@@ -184,13 +185,15 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
     def _prompt_pass(self, ids: TokenIds, top: int, adapter: str) -> PromptPass:
         if reason := self.adapters.unknown(adapter):
             raise ConfigurationError(reason)
-        return self._make_prompt_pass(ids, top, adapter or POLICY_ADAPTER)
+        chosen, chunk_tokens = adapter or POLICY_ADAPTER, self._prefill_tokens_per_step
+        weights, logits = partial(self._newest_weights, chosen), self._prompt_logits(ids, chosen)
+        return PromptPass(ids, top, self._vocabulary, chunk_tokens, weights, logits)
 
     @abstractmethod
-    def _make_prompt_pass(self, ids: TokenIds, top: int, adapter: str) -> PromptPass:
-        """Make the pass of a valid prompt."""
+    def _prompt_logits(self, ids: TokenIds, adapter: str) -> Callable[[int, int], Tensor]:
+        """Return what computes the logits of a prompt, on a KV cache of its own: see `PromptPass`."""
 
-    def newest_weights(self, adapter: str) -> tuple[int, tuple[int, int, int]]:
+    def _newest_weights(self, adapter: str) -> tuple[int, tuple[int, int, int]]:
         """The version of an adapter's newest revision, or of the model without one, and what identifies them."""
         revision = self.adapters.newest(adapter)
         version = self._model_version if revision is None else revision.version
