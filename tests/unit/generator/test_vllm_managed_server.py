@@ -131,9 +131,11 @@ def test_options_are_those_of_the_engine_in_process_and_what_headway_needs_of_a_
     assert '{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}' in on_gpu
 
 
-@given(
-    st.dictionaries(st.from_regex(r"[a-z]{1,8}(_[a-z]{1,8})?", fullmatch=True), st.one_of(st.booleans(), st.integers()))
-)
+NAMES = st.from_regex(r"[a-z]{1,8}(_[a-z]{1,8})?", fullmatch=True)
+
+
+# A name with no_ would read as the negation of the rest; vLLM's fields have none.
+@given(st.dictionaries(NAMES.filter(lambda name: not name.startswith("no_")), st.one_of(st.booleans(), st.integers())))
 def test_every_argument_is_one_flag(arguments: dict[str, Any]) -> None:
     flags = flags_of(arguments)
     parsed: dict[str, Any] = {}
@@ -141,7 +143,7 @@ def test_every_argument_is_one_flag(arguments: dict[str, Any]) -> None:
         name = flags.pop(0).removeprefix("--")
         value: Any = flags.pop(0) if flags and not flags[0].startswith("--") else not name.startswith("no-")
         parsed[name.removeprefix("no-").replace("-", "_")] = int(value) if isinstance(value, str) else value
-    assert parsed == {name.removeprefix("no_"): value for name, value in arguments.items()}
+    assert parsed == arguments
 
 
 def test_the_environment_of_a_server() -> None:
