@@ -249,8 +249,8 @@ def test_a_command_its_environment_and_its_end(tmp_path: Path) -> None:
 FORKS = (
     "import os, subprocess, sys, time\n"
     "kids = [subprocess.Popen(['sleep', '1000']), subprocess.Popen(['sleep', '1000'], start_new_session=True)]\n"
-    "open(sys.argv[1], 'w').write(' '.join(str(k.pid) for k in kids))\n"
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "open(sys.argv[1], 'w').write(' '.join(str(k.pid) for k in kids))\n"
     "time.sleep(float(sys.argv[2]))\n"
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import itertools
 import time
 import traceback
@@ -89,6 +90,7 @@ def _serve(pipe: Any, rank: int, size: int) -> None:
             reply = False, traceback.format_exc()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        gc.collect()  # groups in cycles keep threads, of which each takes CPU time as long as the process lives
         pipe.send(reply)
 
 

@@ -191,7 +191,7 @@ from headway.trainer.streams.divergence import TeacherHidden, token_divergences
 from headway.trainer.learner import token_logprobs
 
 kind, top_k = sys.argv[1], int(sys.argv[2]) or None
-tokens, vocabulary, width = 8192, 151_936, 64
+tokens, vocabulary, width = 1536, 151_936, 64
 torch.manual_seed(0)
 heads = [torch.randn(vocabulary, width) * 0.05 for _ in range(2)]
 student, teacher_model = (
@@ -227,7 +227,7 @@ print((with_teacher - without) / (4 * 2**25))
 @pytest.mark.timeout(900)  # minutes of a core
 @pytest.mark.parametrize(("kind", "top_k"), [("jensen_shannon", 0), ("reverse", 20)])
 def test_memory_is_that_of_three_chunks(kind: str, top_k: int) -> None:
-    """8,192 tokens at a vocabulary of 151,936, whose logits would be 37 chunks of 2^25 values."""
+    """1,536 tokens at a vocabulary of 151,936, whose logits would be 7 chunks of 2^25 values."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, kind, str(top_k)], capture_output=True, text=True, check=False
     )
