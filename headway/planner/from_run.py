@@ -226,6 +226,9 @@ def kept_sections(experiment: Experiment, unidentified: dict[str, str]) -> dict[
         if kept_keys:
             sections[section] = kept_keys
     sections["checkpoint"] = {"every_steps": experiment.checkpoint.every_steps}  # a scenario has another default
+    settings = configured.get("trainer", {})
+    if updates := {key: settings[key] for key in ("optimizer_steps_per_batch", "passes") if key in settings}:
+        sections["trainer"] = updates  # which early stops are of, and staleness in optimiser steps
     if teacher := experiment.algorithm.teacher:  # a source's own has no place, as a scenario has no sources
         sections["teachers"] = {teacher: configured["teachers"][teacher]}
     names: list[str] = []
@@ -315,7 +318,7 @@ def _workload(
 ) -> dict[str, Any]:
     experiment, group_size = run.experiment, run.experiment.rollout.group_size
     histogram = [sum(bins) for bins in zip(*(r.rewards.solve_rate_histogram for r in steps if r.rewards), strict=True)]
-    is_filtered = experiment.queue.filter_zero_variance
+    is_filtered = experiment.queue.filter_zero_variance and not experiment.algorithm.trains_equal_rewards
     acceptance = model.model.acceptance
     rates = solve_rates(histogram, group_size, acceptance if is_filtered else None)
     simulated = rates.mixed_groups if is_filtered else 1.0

@@ -291,7 +291,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     # endings of rollouts since the last step, and failures by boundary
     endings: dict[str, int] = {}
     failures: dict[str, int] = {}
-    filtered: dict[str, int] = {}  # why rollouts were: zero_variance, low_advantage, overlong, too_few_kept, user:WHY
+    filtered: dict[str, int] = {}  # why: zero_variance, low_advantage, overlong, branches, too_few_kept, user:WHY
     metrics: dict[str, float] = {}  # from the trainer: loss, entropy, grad_norm, clip_fraction, ratio_p01/p50/p99, ...
     group_meta: dict[str, float] = {}  # means over finished groups of the numbers that hooks.group_meta returned
     # sections by subject

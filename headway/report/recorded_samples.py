@@ -95,7 +95,8 @@ class RecordedSamples:
 
 
 def _sample_of(row: dict[str, Any]) -> RecordedSample:
-    advantages = row["trainer_advantages"]
+    values = zip(row["trainer_advantages"] or (), row["response_mask"], strict=False)
+    advantages = [advantage for advantage, is_sampled in values if is_sampled]  # a critic's are 0 elsewhere
     unread_text = "({} tokens: the run's tokenizer can't be read)"
     return RecordedSample(
         step=row["step"],

@@ -44,7 +44,7 @@ class FolderSaver:
     """
 
     def __init__(self, learner: Learner) -> None:
-        self._learner, self._ranks, self._writers = learner, learner.ranks, learner.writers
+        self._learner, self._ranks = learner, learner.ranks
         self._thread = ThreadPoolExecutor(1, "save")
         self._saved: SavedFolder | None = None  # begun, and neither committed nor discarded
         self._written: Future[dict[str, str]] = _done({})
@@ -56,7 +56,7 @@ class FolderSaver:
         self._ranks.require_equal("save", {"path": saved.path, "version": saved.state.version})
         self._saved = saved
         self._together(lambda: _done(self._begin_folder(saved)))
-        if self._ranks.rank >= self._writers:
+        if self._ranks.rank >= self._learner.writers:
             return
         tensors, weights = self._learner.stored_rows()
         state = self._learner.optimiser_shards() if saved.has_optimiser else []
@@ -124,7 +124,7 @@ class FolderSaver:
     def _write(
         self, saved: SavedFolder, tensors: dict[str, FileTensor], weights: list[Shard], state: list[Shard]
     ) -> dict[str, str]:
-        folder, rank, ranks = scratch_of(saved.path), self._ranks.rank, self._writers
+        folder, rank, ranks = scratch_of(saved.path), self._ranks.rank, self._learner.writers
         with _reporting(saved.path):
             if tensors:
                 write_model_files(folder / saved.weights_folder, tensors.values(), by_name(weights), rank, ranks)
@@ -138,7 +138,7 @@ class FolderSaver:
         with _reporting(self._saved.path):
             folder = scratch_of(self._saved.path)
             files = sorted((folder / self._saved.weights_folder).glob("*.safetensors"))
-            share = files[self._ranks.rank :: self._writers] if self._ranks.rank < self._writers else []
+            share = files[self._ranks.rank :: self._learner.writers] if self._ranks.rank < self._learner.writers else []
             return {str(file.relative_to(folder)): checksum_of(file) for file in share}
 
     def _commit(self, checksums: Mapping[str, str]) -> int:

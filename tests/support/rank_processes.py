@@ -43,6 +43,7 @@ class RankProcesses:
         context = get_context("forkserver")
         context.set_forkserver_preload(["headway.trainer.service", "headway.models.hf.model", "torch.distributed.fsdp"])
         self._pipes, self._processes = [], []
+        self._starting = True
         for rank in range(size):
             pipe, remote = context.Pipe()
             process = context.Process(target=_serve, args=(remote, rank, size), daemon=True)
@@ -52,11 +53,13 @@ class RankProcesses:
         atexit.register(self.stop)
 
     def call(self, function: Callable[..., Any], folder: Path, *arguments: Any, limit_s: float = 60) -> list[Any]:
-        """The function's results by rank. Raises RuntimeError with the traceback of a rank that failed."""
+        """The function's results by rank; the first call may take four times ``limit_s``, since it waits for the start
+        too. Raises RuntimeError with the traceback of a rank that failed."""
         rendezvous = f"file://{folder}/rendezvous-{next(_starts)}"
         for pipe in self._pipes:
             pipe.send((function, rendezvous, arguments))
-        replies = [_reply(pipe, limit_s) for pipe in self._pipes]
+        replies = [_reply(pipe, 4 * limit_s if self._starting else limit_s) for pipe in self._pipes]
+        self._starting = False
         if failures := [f"rank {rank}: {reply[1]}" for rank, reply in enumerate(replies) if not reply[0]]:
             self.stop()
             processes.cache_clear()
@@ -128,7 +131,7 @@ def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
     """Tensors of the trained parameters with all of their rows."""
     weights = learner.weights()
     named = zip(learner.masters.trained(), tensors, strict=True)
-    if learner._trains_rows:
+    if learner.trains_rows:
         shards = {name: replace(shards_of({name: weights[name]})[0], tensor=own.detach()) for name, own in named}
         return {name: all_rows(learner, shard).numpy().copy() for name, shard in shards.items()}
     return {name: tensor.detach().numpy().copy() for name, tensor in named}
@@ -136,7 +139,7 @@ def complete(learner: Learner, tensors: list[torch.Tensor]) -> Weights:
 
 def summed_gradients(learner: Learner) -> Weights:
     gradients = learner.gradients()
-    learner.ranks.sum_all_(gradients, "copies" if learner._trains_rows else "all")
+    learner.ranks.sum_all_(gradients, "copies" if learner.trains_rows else "all")
     return complete(learner, gradients)
 
 

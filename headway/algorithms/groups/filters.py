@@ -10,7 +10,7 @@ from headway.algorithms.groups.batches import advantages_of_turns, length_cost, 
 from headway.algorithms.groups.hooks import GroupHooks, resolve_hooks
 from headway.algorithms.groups.outcome import GroupOutcome, advantage_outcome, failed_outcome, group_outcome
 from headway.algorithms.groups.rewards import credits_of
-from headway.config.schema import Experiment
+from headway.config.schema import GAE, Experiment
 from headway.records.errors import HookFailed
 from headway.records.rollout import FinishedGroup, Group, Rollout
 
@@ -27,10 +27,11 @@ class FilteredGroup(msgspec.Struct, frozen=True, kw_only=True):
 class GroupFilters:
     """The filters and hooks of an experiment.
 
-    They are applied in this order: overlong members are filtered; rewards are shaped; statistics are taken; the group
-    fails when too few members are sound, or is refused; members are filtered; the group is filtered when too few are
-    kept or their rewards don't differ; rewards are normalised; the group is filtered when its advantages are too small;
-    copies pad it. A filtered group ends at once and returns its credit, so that another is generated in its place.
+    They are applied in this order: overlong members, and trees under a critic, are filtered; rewards are shaped;
+    statistics are taken; the group fails when too few members are sound, or is refused; members are filtered; the group
+    is filtered when too few are kept or their rewards don't differ; rewards are normalised; the group is filtered when
+    its advantages are too small; copies pad it. A filtered group ends at once and returns its credit, so that another
+    is generated in its place.
     Groups that more than their rewards trains aren't filtered for these.
     """
 
@@ -48,7 +49,7 @@ class GroupFilters:
         group, problems = finished.group, list[HookFailed]()
         meta: dict[str, float] = {}
         try:
-            members = self._shaped(group, self._without_overlong(finished.rollouts))
+            members = self._shaped(group, self._without_untrainable(finished.rollouts))
         except HookFailed as problem:
             return self._failed(finished, meta, [problem])
         try:
@@ -67,10 +68,13 @@ class GroupFilters:
         outcome = GroupOutcome(ending="failed", reason=f"hook:{problems[-1].short}", valid=len(finished.valid))
         return FilteredGroup(finished=finished, outcome=outcome, meta=meta, problems=tuple(problems))
 
-    def _without_overlong(self, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
-        if self._experiment.algorithm.overlong != "filter":
-            return members
-        return tuple(_filtered(r, "overlong") if r.valid and r.truncated else r for r in members)
+    def _without_untrainable(self, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
+        algorithm = self._experiment.algorithm
+        if algorithm.overlong == "filter":
+            members = tuple(_filtered(r, "overlong") if r.valid and r.truncated else r for r in members)
+        if algorithm.advantage == GAE:  # the tokens of a tree have no order in which values follow each other
+            members = tuple(_filtered(r, "branches") if r.valid and r.branches else r for r in members)
+        return members
 
     def _shaped(self, group: Group, members: tuple[Rollout, ...]) -> tuple[Rollout, ...]:
         hooks = self._hooks

@@ -29,10 +29,10 @@ async def start_teachers(
     stack: AsyncExitStack,
 ) -> TeacherStage | None:
     """Start the teachers that sources' rules name, which ``stack`` stops; None: none does. Raises ConfigurationError
-    for one that can't teach this run, and WorkerDied."""
+    for one that can't teach this run, or a critic that can't read it, and WorkerDied."""
+    require_teachers(experiment, tokenizer, tasks)
     if not experiment.used_teachers:
         return None
-    require_teachers(experiment, tokenizer, tasks)
     logs = RunDirectory(experiment.run.directory).logs
 
     def make_replicas(name: str, teacher: TeacherConfig) -> ReplicaTeacher:

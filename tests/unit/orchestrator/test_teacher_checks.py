@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tiny_run
@@ -16,6 +18,7 @@ from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.memory import memory_uses
 from headway.orchestrator.teachers.checks import require_teachers
 from headway.orchestrator.teachers.replicas import teacher_experiment
+from headway.orchestrator.teachers.start import start_teachers
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.tokens.tokenizer import Tokenizer
@@ -84,6 +87,30 @@ def test_another_tokenizer_is_refused_by_an_ids_text(folder: Path) -> None:
 def test_a_folder_without_a_model_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"valid: the folder of a model, or 'self'"):
         check(folder, str(folder / "nothing"))
+
+
+def test_a_critic_of_another_tokenizer_is_refused_at_the_start_too(folder: Path) -> None:
+    def start(path: str, **task: Any) -> None:
+        raw = {
+            "run": {"directory": str(folder / "run")},
+            "model": {"path": str(folder / "model")},
+            "tasks": {"train": [{"path": "tasks.jsonl"}]},
+            "rollout": {"max_prompt_tokens": 16, "max_response_tokens": 12},
+            "algorithm": {"preset": "ppo"},
+            "critic": {"path": path},
+        }
+        experiment, unused = validate_experiment(raw, "test"), cast("Any", None)
+        tasks = [Task(task_id="t", prompt="1+2=", **task)]
+        tokenizer = Tokenizer.of(experiment)
+        asyncio.run(start_teachers(experiment, tokenizer, tasks, unused, unused, unused, unused, AsyncExitStack()))
+
+    pictured = ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]},)
+    start(changed_model(folder, "same"))
+    start(str(folder / "model"), messages=pictured)
+    with pytest.raises(ConfigurationError, match=r"critic.path = '.*' has another tokenizer: id \d+ is"):
+        start(str(folder / "other"))
+    with pytest.raises(ConfigurationError, match=r"critic.path = '.*': task t has pictures.*; valid: 'trunk'"):
+        start(changed_model(folder, "same"), messages=pictured)
 
 
 def test_another_template_is_refused_by_what_it_renders(folder: Path) -> None:

@@ -99,6 +99,15 @@ def test_scenario_from_simulated_run_reproduces_its_figures(tmp_path, queue, tok
     assert found.simulated.acceptance == pytest.approx(found.live.acceptance, abs=0.04)
 
 
+def test_a_run_with_a_critic_is_simulated_with_all_its_groups(tmp_path):
+    """In groups of one all rewards are equal; its passes and their limit are the trainer's."""
+    sections = {"algorithm": {"advantage": "gae", "early_stop_kl": 0.1}, "trainer": {"passes": 2}}
+    simulate(described(tmp_path / "run", steps=30, rollout={"group_size": 1}, **sections))
+    found = again(tmp_path / "run", [])
+    assert (found.live.acceptance, found.simulated.acceptance) == (1.0, 1.0)
+    assert "acceptance" not in found.unidentified
+
+
 def test_exactly_known_parameters_are_recovered_exactly(tmp_path):
     simulate(described(tmp_path / "run"))
     scenario = found_in(tmp_path / "run", []).scenario

@@ -45,7 +45,8 @@ def run(tmp_path: Path) -> Path:
         lengths = [len(r.response_ids) for r in members]
         logprobs = [np.array(r.response_logprobs, np.float32) - 0.5 for r in members]
         alike = np.ones(sum(lengths), np.bool_)
-        lists = {"clipped": ~alike, "trained": alike, "advantages": np.full(sum(lengths), 0.25, np.float32)}
+        sampled = np.concatenate([np.array(r.response_mask, np.bool_) for r in members])
+        lists = {"clipped": ~alike, "trained": alike, "advantages": np.where(sampled, np.float32(0.25), np.float32(0))}
         columns = {name: list_array(values, lengths) for name, values in lists.items()}
         columns["logprobs"] = list_array(np.concatenate(logprobs), lengths)
         ones = {"step": [step] * len(members), "sequence": [0] * len(members), "weight": [1.0] * len(members)}
@@ -141,7 +142,7 @@ def test_show_reads_the_record(run: Path) -> None:
     for sample, rollout in zip(kept.read(chosen), newest, strict=True):
         assert (sample.group, sample.member, sample.reward) == (rollout.group, rollout.member, rollout.reward)
         assert sample.response == decode(rollout.response_ids)
-        assert sample.advantage == (0.25 if rollout.response_ids else None)
+        assert sample.advantage == (0.25 if any(rollout.response_mask) else None), "of the sampled tokens"
         assert sample.step == rollout.group // 4
     unread = RecordedSamples(run)
     assert "tokens: the run's tokenizer can't be read" in next(unread.read([5])).response
