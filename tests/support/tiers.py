@@ -32,5 +32,13 @@ def pairs(
     return [pytest.param(*values, marks=marks[form not in chosen]) for form, values in named]
 
 
+def thinned(forms: Sequence[Any], share: int = 3) -> list[Any]:
+    """The forms, of which every third that is slow stays so, and the others are long: CI has a limited time, and they
+    differ little."""
+    slow = [form for form in forms if any(mark.name == "slow" for mark in form.marks)]
+    moved = [form for number, form in enumerate(slow) if number % share]
+    return [pytest.param(*form.values, marks=pytest.mark.long) if form in moved else form for form in forms]
+
+
 def _pairs_of(form: tuple[int, ...]) -> set[Any]:
     return set(itertools.combinations(enumerate(form), 2))

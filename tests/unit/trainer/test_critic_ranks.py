@@ -10,6 +10,7 @@ import pytest
 import torch
 from critic_batches import resumed_values, train_values
 from rank_processes import processes
+from tiers import thinned
 from tiny_trainer import make_experiment
 
 from headway.config.load import validate_experiment
@@ -24,11 +25,12 @@ LAYOUTS = {"2 copies": (2, {}), "2 shards": (2, {"shards": 2}), "2 of context": 
 FIXED = {"packing": "fixed", "micro_batch_samples": 2}
 PACKINGS = {"balanced": {}, "small": {"micro_batch_tokens": 16}, "fixed": FIXED}
 EACH = [
-    pytest.param(path, layout, packing, marks=[] if packing == "small" else pytest.mark.slow)
+    pytest.param(path, layout, packing, marks=[] if (path, packing) == ("trunk", "small") else pytest.mark.slow)
     for path in PATHS
     for layout in LAYOUTS
     for packing in PACKINGS
 ]
+EACH = thinned(EACH)
 
 
 @pytest.fixture(scope="module")
