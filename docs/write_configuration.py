@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from headway.config.auto import AUTO, AUTO_KEYS
-from headway.config.load import section_of, sections_of
-from headway.config.schema import Experiment, is_resumable
+from headway.config.load import is_resumable, section_of, sections_of
+from headway.config.schema import Experiment
 
 _INTRODUCTION = """\
 # Configuration

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.config.schema import GAE
 from headway.runtime.hooks import Hook, load_hook, quoted
 
 FloatArray = NDArray[np.float64]
@@ -99,6 +100,11 @@ def group_mean_batch_std(rewards_s: FloatArray, groups_s: IntArray) -> FloatArra
     return centred_s / (centred_s.std() + STD_FLOOR) if centred_s.any() else centred_s
 
 
+def left_to_critic(rewards_s: FloatArray, groups_s: IntArray) -> FloatArray:
+    """Zeros [S]: with a critic the trainer computes advantages (`returns.gae`), when it has the tokens' values."""
+    return np.zeros_like(rewards_s)
+
+
 def _by_group(rule: Callable[..., FloatArray], groups_s: IntArray, *values_s: FloatArray | IntArray) -> FloatArray:
     """Apply ``rule`` to each group's part of ``values_s``, arrays [S]. Shape [S]."""
     advantages_s = np.zeros(len(groups_s))
@@ -117,6 +123,7 @@ CONTEXT_ADVANTAGES = ("length_weighted", "pass_at_k")  # also inside a group; th
 BATCH_ADVANTAGES: dict[str, BatchAdvantage] = {
     "batch_mean_std": batch_mean_std,
     "group_mean_batch_std": group_mean_batch_std,
+    GAE: left_to_critic,
 }
 
 

@@ -7,7 +7,7 @@ response token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.algorithms.groups.rewards import reward_runs
 from headway.algorithms.prefix_tree import LEAST_SAVED, PrefixTree
 from headway.config.objective.rules import DEMONSTRATION
 from headway.records.generation import VersionSpan
@@ -41,7 +42,7 @@ class SampleArrays:
     token_ids_n: IntArray  # [N] ids, prompt then response
     loss_mask_n: BoolArray  # [N] the token was sampled by the policy and carries loss
     behaviour_logprobs_n: FloatArray  # [N] log-probability under the sampling policy, nats
-    advantages_n: FloatArray  # [N] advantage of the token's sample or turn
+    advantages_n: FloatArray  # [N] advantage of the token's sample or turn; with a critic the reward of each token
     versions_n: IntArray  # [N] version each token was sampled under
     lengths_s: IntArray  # [S] tokens of each sequence
     groups_s: IntArray  # [S] admission index of each sequence's group
@@ -54,6 +55,7 @@ class SampleArrays:
     rules_s: IntArray | None = None  # [S] number of the rule of each sequence; None: all have rule 0
     imitated_n: BoolArray | None = None  # [N] the token carries cross-entropy, and wasn't sampled; None: none does
     rollout_imitated_s: IntArray | None = None  # [S] as rollout_tokens_s, of imitated tokens; None: own
+    bootstraps_s: BoolArray | None = None  # [S] the critic's value stands behind its last token; None: of none
 
     @property
     def samples(self) -> int:
@@ -110,7 +112,7 @@ class SampleArrays:
 
 _PER_SEQUENCE = (
     *("lengths_s", "groups_s", "members_s", "weights_s", "branches_s", "rollout_tokens_s"),
-    *("rules_s", "rollout_imitated_s"),
+    *("rules_s", "rollout_imitated_s", "bootstraps_s"),
 )
 _PER_TOKEN = ("token_ids_n", "loss_mask_n", "behaviour_logprobs_n", "imitated_n")
 
@@ -144,6 +146,7 @@ class FlatBatch:
     rules_s: IntArray | None = None
     imitated_n: BoolArray | None = None
     rollout_imitated_s: IntArray | None = None
+    bootstraps_s: BoolArray | None = None
 
     def arrays(self) -> SampleArrays:
         """Decode the batch to one value per token."""
@@ -164,6 +167,7 @@ class FlatBatch:
             rules_s=self.rules_s,
             imitated_n=self.imitated_n,
             rollout_imitated_s=self.rollout_imitated_s,
+            bootstraps_s=self.bootstraps_s,
         )
 
     def take(self, sequences: IntArray) -> FlatBatch:
@@ -246,6 +250,7 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
             imitated_tokens_s = _loss_tokens(imitated_n, lengths_s)
             rollout_imitated_s = np.bincount(rollouts_s, weights=imitated_tokens_s).astype(np.int64)[rollouts_s]
     rules_s = _count([sample.rule for sample in owners])
+    bootstraps_s = np.array([sample.bootstraps for sample in owners], np.bool_)
     return FlatBatch(
         step=batch.step,
         samples=len(batch.samples),
@@ -268,6 +273,7 @@ def lay_out(batch: TrainBatch) -> FlatBatch:
         rules_s=rules_s if rules_s.any() else None,
         imitated_n=imitated_n,
         rollout_imitated_s=rollout_imitated_s,
+        bootstraps_s=bootstraps_s if bootstraps_s.any() else None,
     )
 
 
@@ -346,18 +352,19 @@ def gather_tokens(arrays: SampleArrays, samples: Sequence[int] | IntArray) -> In
     return _ranges(arrays.starts_s[chosen], arrays.lengths_s[chosen])
 
 
-def split_by_group(arrays: SampleArrays, parts: int) -> list[IntArray]:
-    """Split the samples into at most ``parts`` minibatches along group borders, in admission order.
+def split_by_group(arrays: SampleArrays, parts: int, order: Callable[[int], IntArray] = np.arange) -> list[IntArray]:
+    """Split the samples into at most ``parts`` minibatches along group borders, in admission order, or that of the
+    positions that ``order`` returns for a number of groups.
 
     Returns sample indices per minibatch. Every group is whole in one minibatch, their numbers of groups differ by at
     most one, and none is empty unless the batch is. Fewer groups than ``parts`` give fewer minibatches. Demonstrations
-    are split likewise. On a rank the groups of the complete batch are split, of which it may have no sequence.
+    are ordered and split likewise. On a rank the groups of the complete batch are split, of which it may have none.
     """
     all_groups = np.unique(arrays.groups_s) if arrays.batch_groups is None else arrays.batch_groups
     groups, demonstrations = all_groups[all_groups >= 0], all_groups[all_groups < 0]
     count = max(1, min(parts, groups.size))
-    shares = zip(np.array_split(groups, count), np.array_split(demonstrations, count), strict=True)
-    return [np.flatnonzero(np.isin(arrays.groups_s, np.concatenate(share))) for share in shares]
+    shares = (np.array_split(numbers[order(numbers.size)], count) for numbers in (groups, demonstrations))
+    return [np.flatnonzero(np.isin(arrays.groups_s, np.concatenate(share))) for share in zip(*shares, strict=True)]
 
 
 def _count(numbers: Sequence[int]) -> IntArray:
@@ -370,8 +377,11 @@ def _runs(runs: Sequence[tuple[float, int]], kind: type[np.generic]) -> tuple[ND
 
 
 def _advantages(sample: Sample, sequence: Rollout | Branch) -> list[tuple[float, int]]:
-    """Runs of (advantage, response tokens) of a sequence: one run for the whole response, or one per turn."""
+    """Runs of (advantage, response tokens) of a sequence: one run for the whole response, or one per turn. With a
+    critic they are runs of rewards."""
     tokens = len(sequence.response_ids)
+    if sample.rewards:
+        return reward_runs(sample)
     if not sample.turn_advantages or sequence is not sample.rollout:
         return [(sample.advantage, tokens)]
     turns_t = np.diff(sample.rollout.turn_ends, prepend=0)

@@ -17,6 +17,8 @@ from headway.algorithms.samples import FlatBatch, IntArray, SampleArrays, input_
 from headway.algorithms.shared_packing import pack_trees
 from headway.config.schema import TrainerConfig
 
+_SHUFFLE_KEY = 0x5061_7373_6573  # of `pass_order`'s generator, which no other one has
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSize:
@@ -58,12 +60,23 @@ def tree_of(
     return sequences, prefix_tree(arrays, sequences, with_rows=with_rows)
 
 
+def pass_order(groups: int, *, number: int, seed: int, step: int) -> IntArray:
+    """The positions of a batch's ``groups`` in the order in which pass ``number`` (from 0) of ``step`` splits them into
+    minibatches: the first in admission order, later ones shuffled by a counter-based generator keyed (seed, step,
+    pass), equal on every rank and after a resume."""
+    if not number:
+        return np.arange(groups)
+    key = np.array([_SHUFFLE_KEY, seed % (1 << 64)], np.uint64)
+    shuffle = np.random.Philox(key=key, counter=[0, 0, number, step])
+    return np.argsort(shuffle.random_raw(groups), kind="stable")
+
+
 def divide(batch: FlatBatch, settings: TrainerConfig, ranks: int) -> list[IntArray]:
     """Divide a batch among ``ranks``, or groups of ranks: returns the ascending sequences of each, of which it has
     every one alone.
 
-    Every minibatch is balanced by the tokens to be computed. A sequence stays on its rank in all passes of a step.
-    Those without a loss token are dealt in turn."""
+    Every minibatch of the first pass is balanced by the tokens to be computed. A sequence stays on its rank in all
+    passes of a step. Those without a loss token are dealt in turn."""
     arrays, size = batch.arrays(), MicroBatchSize.of(settings)
     rank_s = np.arange(arrays.samples) % ranks
     for minibatch in split_by_group(arrays, settings.optimizer_steps_per_batch):

@@ -19,9 +19,9 @@ SECTIONS = {  # of the experiment file -> anchors of docs/configuration.md
     **{name: name for name in ("verifier", "rollout", "environment", "sandbox", "endpoint", "generator", "router")},
     **{
         name: name
-        for name in ("queue", "hooks", "curriculum", "pruning", "algorithm", "demonstrations", "trainer", "weights")
+        for name in ("queue", "hooks", "curriculum", "pruning", "algorithm", "critic", "demonstrations", "trainer")
     },
-    **{name: name for name in ("checkpoint", "evaluation", "ledger", "alerts", "control", "cluster", "sft")},
+    **{name: name for name in ("weights", "checkpoint", "evaluation", "ledger", "alerts", "control", "cluster", "sft")},
 }
 _FILES = r"(?!(?:jsonl?|toml|db|py|md|html|log|safetensors)\b)"
 _KEY = re.compile(rf"(?<![\w./-])({'|'.join(SECTIONS)})\.{_FILES}[a-z_]+")

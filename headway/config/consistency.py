@@ -6,10 +6,14 @@ from headway.config.buffer import BufferConfig
 from headway.config.engines import require_engine
 from headway.config.external_models import SELF
 from headway.config.objective.rules import denominators_of, stream_rules
-from headway.config.schema import Experiment
+from headway.config.schema import GAE, CriticConfig, Experiment
 
 KL_HORIZON = 10_000.0  # samples; a step's samples divided by it weigh the step's error: Ziegler et al., 2019
 MOST_KL_ERROR = 0.2  # limit of a step's error, as a share of algorithm.kl_target: trainer/kl.py
+MUON_OF_TRANSFORMERS = (
+    "'muon': which matrices a model of transformers has in one tensor isn't known; valid: 'adamw', or a family that "
+    "Headway implements"
+)
 BATCH_ADVANTAGES = ("batch_mean_std", "group_mean_batch_std")  # known only once a batch is formed
 
 
@@ -19,6 +23,7 @@ def require_consistent(experiment: Experiment) -> None:
     _require_parts(experiment)
     _require_packing(experiment)
     _require_shards(experiment)
+    _require_muon(experiment)
     _require_publishing(experiment)
     _require_update_mode(experiment)
     _require_optimizer_step_staleness(experiment)
@@ -68,6 +73,72 @@ def _require_rules(experiment: Experiment) -> None:
             f"algorithm.kl_target = {experiment.algorithm.kl_target:g} adapts one coefficient to all samples, and "
             "sources have rules of their own: leave it or their tables 'algorithm' out"
         )
+    _require_average(experiment)
+    _require_critic(experiment)
+    if all(part.stream != "policy" for part in stream_rules(rules, experiment.demonstrations)):
+        for key in ("entropy_coefficient", "entropy_threshold", "early_stop_ratio", "early_stop_kl"):
+            if number := getattr(experiment.algorithm, key):
+                raise ValueError(
+                    f"algorithm.{key} = {number:g} is of the policy's loss, which algorithm.policy_coefficient = 0 "
+                    "leaves out: valid: one of them"
+                )
+
+
+def _require_average(experiment: Experiment) -> None:
+    decay, is_adapted = experiment.algorithm.reference_decay, experiment.model.adapter is not None
+    if decay is None:
+        return
+    fault = f"algorithm.reference_decay = {decay:g} makes a moving average of the trained weights"
+    if not any(rule.kl_coefficient for rule in experiment.rules.algorithms):
+        raise ValueError(f"{fault} the reference of a KL penalty; set algorithm.kl_coefficient above 0")
+    if experiment.model.reference or is_adapted:
+        other_key = "[model.adapter]" if is_adapted else "model.reference"
+        raise ValueError(f"{fault}, all of them and from the run's beginning: leave {other_key} out")
+
+
+def _require_critic(experiment: Experiment) -> None:
+    algorithm, queue, hooks = experiment.algorithm, experiment.queue, experiment.hooks
+    advantages = {rule.advantage for rule in experiment.rules.algorithms}
+    if GAE not in advantages:
+        changed_keys = ["algorithm.overlong"] if algorithm.overlong == "bootstrap" else []
+        changed_keys += [] if experiment.critic == CriticConfig() else ["[critic]"]
+        changed_keys += ["trainer.warmup_steps = [first, last]"] if experiment.trainer.warmup[0] else []
+        if changed_keys:
+            raise ValueError(f"{changed_keys[0]} is for a critic, and no algorithm.advantage is 'gae'")
+        return
+    if len(advantages) > 1:
+        others = ", ".join(sorted(advantages - {GAE}))
+        raise ValueError(f"algorithm.advantage = 'gae' of some sources with {others} of others: valid: 'gae' for all")
+    fault = "algorithm.advantage = 'gae' is known only in the trainer, from its critic's values"
+    for key, is_set in (
+        (f"queue.min_advantage = {queue.min_advantage:g} filters groups by it", queue.min_advantage > 0),
+        (f"queue.groups_per_part = {queue.groups_per_part} begins before it", queue.groups_per_part is not None),
+        (f"hooks.normalize_group = {hooks.normalize_group!r} compares a group", hooks.normalize_group != "identity"),
+        (f"hooks.pad_group = {hooks.pad_group!r} repeats its values", hooks.pad_group != "none"),
+    ):
+        if is_set:
+            raise ValueError(f"{fault}; {key} as it finishes: leave one of them out")
+    if algorithm.turn_discount is not None:
+        raise ValueError(
+            f"algorithm.turn_discount = {algorithm.turn_discount:g} makes returns of rewards by turn, of which "
+            "algorithm.advantage = 'gae' takes each where it stands: leave it out, critic.gae has the discount"
+        )
+    if experiment.environment.calls:
+        raise ValueError(
+            f"environment.name = {experiment.environment.name!r} with algorithm.advantage = 'gae': a program's calls "
+            "may branch, and tokens of a tree have no order; valid: an environment that Headway plays"
+        )
+    if experiment.critic.path == "adapter" and experiment.model.adapter is None:
+        raise ValueError(
+            "critic.path = 'adapter' has the rank, alpha and targets of [model.adapter], which is missing; valid: "
+            "'trunk', the folder of a model, or with [model.adapter]"
+        )
+    if not any(rule.policy_coefficient for rule in experiment.rules.algorithms):
+        raise ValueError("algorithm.policy_coefficient = 0 with algorithm.advantage = 'gae', which nothing then uses")
+    if (steps := experiment.trainer.warmup)[0] >= experiment.run.steps:
+        raise ValueError(
+            f"trainer.warmup_steps = {list(steps)} leaves the policy no step of run.steps = {experiment.run.steps}"
+        )
 
 
 def _require_rule(experiment: Experiment) -> None:
@@ -96,15 +167,16 @@ def _require_rule(experiment: Experiment) -> None:
 
 def _require_teacher(experiment: Experiment, name: str) -> None:
     """Check the teacher that ``experiment.algorithm`` names."""
-    teacher, rollout, updates = experiment.teachers.get(name), experiment.rollout, experiment.trainer
+    teacher, rollout, settings = experiment.teachers.get(name), experiment.rollout, experiment.trainer
     if teacher is None:
         valid = ", ".join(experiment.teachers) or "none"
         raise ValueError(f"algorithm.teacher = {name!r}: there is no [teachers.{name}]; valid: {valid}")
-    if teacher.path == SELF and updates.optimizer_steps_per_batch > 1:
-        raise ValueError(
-            f"teachers.{name}.path = 'self' is the weights at the start of a step, which change within it: "
-            f"trainer.optimizer_steps_per_batch = {updates.optimizer_steps_per_batch}; valid: 1"
-        )
+    for key in ("optimizer_steps_per_batch", "passes"):
+        if teacher.path == SELF and (number := getattr(settings, key)) > 1:
+            raise ValueError(
+                f"teachers.{name}.path = 'self' is the weights at the start of a step, which change within it: "
+                f"trainer.{key} = {number}; valid: 1"
+            )
     if teacher.context and (experiment.environment.name, experiment.hooks.rollout) != ("single_turn",) * 2:
         raise ValueError(
             f"teachers.{name}.context takes the place of a single turn's prompt, and environment.name = "
@@ -139,11 +211,12 @@ def _require_objective(experiment: Experiment) -> None:
             f"algorithm.kl_target = {algorithm.kl_target:g}: a step of {max_cut / MOST_KL_ERROR:g} samples could take "
             f"all of the coefficient away, which then stays at 0: fewer than {KL_HORIZON / MOST_KL_ERROR:g}"
         )
-    if algorithm.early_stop_ratio is not None and experiment.trainer.optimizer_steps_per_batch == 1:
-        raise ValueError(
-            f"algorithm.early_stop_ratio = {algorithm.early_stop_ratio:g} skips the later updates of a batch, and "
-            "trainer.optimizer_steps_per_batch = 1 has none; valid: 2 or more, or leave it out"
-        )
+    for key in ("early_stop_ratio", "early_stop_kl"):
+        if (limit := getattr(algorithm, key)) is not None and experiment.trainer.updates_per_batch == 1:
+            raise ValueError(
+                f"algorithm.{key} = {limit:g} skips the later updates of a batch, and with trainer.passes = 1 "
+                "trainer.optimizer_steps_per_batch = 1 has none; valid: 2 or more of one of them, or leave it out"
+            )
     if algorithm.sequence_mask_by != "mean" and algorithm.sequence_mask is None:
         raise ValueError(
             f"algorithm.sequence_mask_by = {algorithm.sequence_mask_by!r} masks nothing: set algorithm.sequence_mask = "
@@ -185,6 +258,19 @@ def _require_shards(experiment: Experiment) -> None:
         )
 
 
+def _require_muon(experiment: Experiment) -> None:
+    settings, fault = experiment.trainer, "trainer.optimizer = 'muon' orthogonalises complete matrices of the model"
+    if settings.optimizer != "muon":
+        return
+    if experiment.model.adapter is not None:
+        raise ValueError(f"{fault}, and [model.adapter] trains others; valid: 'adamw'")
+    for key in ("shards", "context_parallel", "expert_parallel"):
+        if (number := getattr(settings, key)) != 1:
+            raise ValueError(f"{fault}, and trainer.{key} = {number!r} divides them; valid: {key} = 1, or 'adamw'")
+    if settings.host_memory == "all":
+        raise ValueError(f"{fault}; valid with it: trainer.host_memory = 'none' or 'optimiser'")
+
+
 def _require_divisor(key: str, number: int, total: int, total_text: str, more: str = "") -> None:
     if total % number:
         valid = ", ".join(str(divisor) for divisor in range(1, total + 1) if not total % divisor)
@@ -212,11 +298,9 @@ def _require_parts(experiment: Experiment) -> None:
         raise ValueError(f"{fault}, whose demonstrations are of all of it: leave demonstrations.data or it out")
     if algorithm.second_moment_limit is not None:
         raise ValueError(f"{fault}; algorithm.second_moment_limit bounds a mean over all of it: leave one of them out")
-    if config.optimizer_steps_per_batch > 1:
-        raise ValueError(
-            f"{fault}; trainer.optimizer_steps_per_batch = {config.optimizer_steps_per_batch} divides all of it: leave "
-            "one of them out"
-        )
+    for key, verb in (("optimizer_steps_per_batch", "divides"), ("passes", "repeats")):
+        if (number := getattr(config, key)) > 1:
+            raise ValueError(f"{fault}; trainer.{key} = {number} {verb} all of it: leave one of them out")
     if experiment.run.deterministic and experiment.queue.budget:
         raise ValueError(
             f"{fault}, in the order of finishing, which run.deterministic = true excludes unless queue.budget = 0"
@@ -252,7 +336,7 @@ def _require_update_mode(experiment: Experiment) -> None:
 
 def _require_optimizer_step_staleness(experiment: Experiment) -> None:
     """Check that a batch's last optimiser step, on samples as old as the budget allows, keeps to the limit."""
-    queue, updates = experiment.queue, experiment.trainer.optimizer_steps_per_batch
+    queue, settings, updates = experiment.queue, experiment.trainer, experiment.trainer.updates_per_batch
     limit, masked_after = queue.max_optimizer_step_staleness, experiment.token_budget
     oldest = queue.budget if masked_after is None else min(queue.budget, masked_after)
     worst = (oldest + 1) * updates - 1
@@ -260,8 +344,9 @@ def _require_optimizer_step_staleness(experiment: Experiment) -> None:
         max_budget = (limit + 1) // updates - 1
         valid_text = f"queue.budget = {max_budget}" if max_budget >= 0 else f"at least {updates - 1}"
         raise ValueError(
-            f"queue.max_optimizer_step_staleness = {limit}: trainer.optimizer_steps_per_batch = {updates} turns a "
-            f"staleness of {oldest} steps into up to {worst}; valid: {valid_text}, or fewer optimiser steps"
+            f"queue.max_optimizer_step_staleness = {limit}: trainer.optimizer_steps_per_batch = "
+            f"{settings.optimizer_steps_per_batch} in trainer.passes = {settings.passes} turns a staleness of {oldest} "
+            f"steps into up to {worst}; valid: {valid_text}, or fewer optimiser steps"
         )
 
 

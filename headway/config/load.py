@@ -16,8 +16,9 @@ from headway.config.auto import AUTO, AUTO_KEYS
 from headway.config.consistency import require_consistent
 from headway.config.external_models import SELF
 from headway.config.model import hf_name
+from headway.config.objective.critic import ADAPTER, TRUNK
 from headway.config.removed import replacement_of
-from headway.config.schema import Experiment, is_resumable
+from headway.config.schema import Experiment
 from headway.records.errors import ConfigurationError
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -250,7 +251,8 @@ def model_folders(experiment: Experiment) -> dict[str, str]:
     """The folders of models that processes read, by the keys that name them."""
     folder_by_key = {"model.path": experiment.model.path, "model.reference": experiment.model.reference}
     folder_by_key |= {f"teachers.{name}.path": t.path for name, t in experiment.teachers.items() if not t.address}
-    return {key: folder for key, folder in folder_by_key.items() if folder not in ("", SELF)}
+    folder_by_key["critic.path"] = experiment.critic.path
+    return {key: folder for key, folder in folder_by_key.items() if folder not in ("", SELF, TRUNK, ADAPTER)}
 
 
 def flatten(experiment: Experiment) -> dict[str, Any]:
@@ -270,12 +272,55 @@ def _walk(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
+# Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. The part *
+# matches any single name.
+RESUMABLE_KEYS = {
+    "run": "steps time_limit_s directory stop_grace_s on_stall offload",
+    "generator": "devices engine_arguments engine_arguments.* probe_every_updates slots kv_capacity_tokens "
+    "prefetch_groups update_mode",
+    "algorithm": "routing_replay truncation_support_tokens",
+    "router": "*",
+    "queue": "group_timeout_s min_timeout_group_ratio max_concurrent_rollouts",
+    "buffer": "*.*",
+    "hooks": "group_meta logging",
+    "weights": "exchange steps_per_publish",
+    "pruning": "* *.* *.*.*",
+    "teachers": "*.devices *.address *.address.*",
+    "trainer": "devices shards context_parallel expert_parallel host_memory micro_batch_tokens micro_batch_samples "
+    "shared_prefix gradient_checkpointing",
+    "verifier": "timeout_s workers nodes",
+    "verifiers": "*.timeout_s",
+    "rollout": "timeout_s retries",
+    "environment": "workers nodes concurrency timeout_s models.*.address models.*.api_key_env models.*.concurrency "
+    "models.*.timeout_s",
+    "sandbox": "exec_timeout_s live starts start_timeout_s allow_unbounded store store_bytes",
+    "endpoint": "address max_body_bytes",
+    "evaluation": "every_steps every_s test samples_per_task stop_at_solve_rate",
+    "control": "*",
+    "checkpoint": "*",
+    "ledger": "*",
+    "alerts": "*",
+    "cluster": "* nodes.* environment.*",
+}
+_RESUMABLE_PARTS = tuple((section, *key.split(".")) for section, keys in RESUMABLE_KEYS.items() for key in keys.split())
+
+
+def is_resumable(key: str) -> bool:
+    """Whether ``section.key`` may differ when a run is resumed."""
+    parts = key.split(".")
+    return any(
+        len(pattern) == len(parts) and all(glob in ("*", part) for glob, part in zip(pattern, parts, strict=True))
+        for pattern in _RESUMABLE_PARTS
+    )
+
+
 def _effective(experiment: Experiment) -> dict[str, Any]:
     """Flatten the experiment, with the effective length of the decay in ``trainer.schedule_steps``, so that a resume
     that trains for longer can't silently change the learning rates of replayed steps."""
     flat = flatten(experiment)
     del flat["model.dtype"]  # generator.dtype and trainer.dtype have its effect
-    folder_keys = ("model.path", "model.reference", *(f"teachers.{name}.path" for name in experiment.teachers))
+    folder_keys = ["model.path", "model.reference", "critic.path"]
+    folder_keys += [f"teachers.{name}.path" for name in experiment.teachers]
     flat |= {key: hf_name(flat[key]) for key in folder_keys}  # in the cache of any machine
     for name, teacher in experiment.teachers.items():  # the scores of one outside are stored with the rollouts
         flat[f"the place of teachers.{name}"] = "outside of the trainer" if teacher.scores else "in the trainer"

@@ -7,9 +7,25 @@ is used, marked "ours". Keys that only concern a run's size (groups, lengths, le
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-Preset = dict[str, dict[str, Any]]  # section -> key -> value
+Preset = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "reinforce++",
+    "reinforce++-baseline",
+    "rloo",
+    "gpg",
+    "gspo",
+    "gmpo",
+    "sapo",
+    "cispo",
+    "areal",
+    "ppo",
+    "vapo",
+]
+Sections = dict[str, dict[str, Any]]  # section -> key -> value
 
 
 def _method(
@@ -19,23 +35,24 @@ def _method(
     *,
     clip: tuple[float, float] | None = None,
     filter_zero_variance: bool | None = None,
+    sections: Sections | None = None,
     **algorithm: Any,
-) -> Preset:
-    """Make the preset of a published method: these keys of the experiment, and no others."""
+) -> Sections:
+    """Make the preset of a published method: these keys of the experiment, those of ``sections``, and no others."""
     settings = {"advantage": advantage, "loss": loss, "aggregation": aggregation, **algorithm}
     if clip is not None:
         settings["clip_low"], settings["clip_high"] = clip
-    if filter_zero_variance is None:
-        return {"algorithm": settings}
-    return {"algorithm": settings, "queue": {"filter_zero_variance": filter_zero_variance}}
+    preset = {"algorithm": settings} | (sections or {})
+    queue = {} if filter_zero_variance is None else {"queue": {"filter_zero_variance": filter_zero_variance}}
+    return preset | queue
 
 
-def _plain_ppo(advantage: str, aggregation: str, **algorithm: Any) -> Preset:
+def _plain_ppo(advantage: str, aggregation: str, **algorithm: Any) -> Sections:
     """Make the preset of a method that clips at 0.2 both ways and keeps groups whose rewards are all equal."""
     return _method(advantage, "ppo_clip", aggregation, clip=(0.2, 0.2), filter_zero_variance=False, **algorithm)
 
 
-PRESETS: dict[str, Preset] = {
+PRESETS: dict[str, Sections] = {
     # DeepSeekMath, 2024: group-normalised advantages, clip 0.2 both ways, a k3 penalty, each response's mean
     "grpo": _plain_ppo("group_mean_std", "seq_mean_token_mean", kl_coefficient=0.04, kl_estimator="k3"),
     # Understanding R1-Zero-Like Training, 2025: no division by deviation or length
@@ -65,6 +82,15 @@ PRESETS: dict[str, Preset] = {
     "cispo": _method("group_mean_std", "cispo", "token_mean"),
     # AReaL, 2025: decoupled PPO
     "areal": _method("group_mean_std", "decoupled_ppo", "token_mean", clip=(0.2, 0.2), proximal="recompute"),
+    # PPO, 2017, with a critic: its clip both ways; discount 1 and decay 0.95, as InstructGPT, 2022
+    "ppo": _method("gae", "ppo_clip", "token_mean", clip=(0.2, 0.2), sections={"critic": {"gae": (1.0, 0.95)}}),
+    # VAPO, 2025 (arXiv:2504.05118): decay by length, values towards returns, trained alone for 50 steps, clip-higher;
+    # without its cross-entropy on solved samples
+    "vapo": _method(
+        *("gae", "ppo_clip", "token_mean"),
+        clip=(0.2, 0.28),
+        sections={"critic": {"gae": (1.0, "length")}, "trainer": {"warmup_steps": (50, 50)}},
+    ),
 }
 
 

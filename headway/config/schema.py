@@ -20,9 +20,10 @@ from headway.config.endpoint import EndpointSection, EnvironmentConfig
 from headway.config.external_models import TeacherConfig
 from headway.config.hooks import HooksConfig
 from headway.config.model import ModelConfig, apply_dtype
+from headway.config.objective.critic import GAE, CriticConfig
 from headway.config.objective.parameters import CheckedParameters, ObjectiveParameters
 from headway.config.objective.rules import Rules, make_rules
-from headway.config.presets import apply_preset
+from headway.config.presets import Preset, apply_preset
 from headway.config.pruning import PruningConfig
 from headway.config.router import RouterSection
 from headway.config.sandbox import SandboxConfig
@@ -45,26 +46,13 @@ Bounds = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]]  # 
 
 # Names that need no import; a user's own is module:function.
 GROUP_ADVANTAGES = ("group_mean", "group_mean_std", "leave_one_out", "length_weighted", "pass_at_k")
-ADVANTAGES = (*GROUP_ADVANTAGES, "batch_mean_std", "group_mean_batch_std")
+ADVANTAGES = (*GROUP_ADVANTAGES, "batch_mean_std", "group_mean_batch_std", GAE)
 LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "gmpo", "sapo", "cispo", "dppo", "dro", "reinforce")
 
 Trackers = Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], distinct_names("tracker")]
+Overlong = Literal["score", "mask", "penalty", "filter", "bootstrap"]
 Aggregation = Literal["token_mean", "fixed", "seq_mean_token_sum", "seq_mean_token_mean"]
 Address = Annotated[str, host_port("127.0.0.1:9464", optional=True)]
-Preset = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "reinforce++",
-    "reinforce++-baseline",
-    "rloo",
-    "gpg",
-    "gspo",
-    "gmpo",
-    "sapo",
-    "cispo",
-    "areal",
-]
 
 
 class RunConfig(Section):
@@ -99,7 +87,7 @@ class VerifierConfig(VerifierSettings):
 
 class RolloutConfig(Section):
     # Tune: raise it while most groups are filtered for equal rewards (zero variance); lower it for more tasks a step
-    group_size: Positive = 8  # attempts at one task; advantages compare them: 1 only with batch_mean_std
+    group_size: Positive = 8  # attempts at one task; advantages compare them: 1 only with batch_mean_std and gae
     # Tune: raise it where `headway check` names longer prompts; the KV cache grows with it
     max_prompt_tokens: Positive = 512  # `check` refuses longer prompts, and in a run they fail their group
     # Tune: raise it while many responses are truncated; lower it where the longest ones hold up the trainer
@@ -193,20 +181,27 @@ class AlgorithmConfig(Section):
     second_moment_limit: Annotated[float, Field(gt=0)] | None = None  # M2PO: mean squared log weight kept (paper: 0.04)
     # Tune: true for a mixture that vLLM samples on GPUs: auto leaves it off there
     routing_replay: Switch = "auto"  # the trainer takes the experts chosen at sampling; auto: with the torch engine
-    early_stop_ratio: Annotated[float, Field(gt=0)] | None = None  # mean |ratio - 1| that ends a batch's updates
+    early_stop_ratio: Annotated[float, Field(gt=0)] | None = None  # mean |ratio - 1| that ends a batch's updates ...
+    early_stop_kl: Annotated[float, Field(gt=0)] | None = None  # ... and k3 of that ratio, in nats per token
     # Tune: 0.001 to 0.05 when the policy drifts from language or games its reward; costs a reference pass
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # coefficient of the KL penalty to model.reference; 0: none
     kl_target: Annotated[float, Field(gt=0)] | None = None  # nats per token to which the coefficient adapts
+    # Tune: 0.99 or so where a fixed reference holds a long run back; 0 compares with the step before
+    reference_decay: Decay | None = None  # the reference is a moving average of the weights; unset: model.reference
     kl_estimator: Literal["k1", "k2", "k3", "k1_unbiased", "k3_unbiased"] = "k3"  # from samples: trainer/kl.py
     kl_in: Literal["loss", "reward"] = "loss"  # the penalty's place; in the reward: k1 of each token, to go
     # Tune: 0 to learn from a teacher alone: rewards are then only measured
-    policy_coefficient: Annotated[float, Field(ge=0)] = 1.0  # of the loss by reward, its KL penalty included
+    policy_coefficient: Annotated[float, Field(ge=0)] = 1.0  # of the loss by reward, with KL penalty and entropy bonus
     teacher: str = ""  # NAME of [teachers.NAME], whose distribution is learned too: docs/objectives.md
     teacher_coefficient: Annotated[float, Field(gt=0)] = 1.0  # of the loss by the teacher
     # Tune: 0.01 to 0.1 where answers of tools show how the environment works, and rewards are rare
     environment_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the cross-entropy on what tools answered
+    # Tune: 0.001 to 0.01 while entropy falls towards 0 and the solve rate with it; lower it when entropy explodes
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0  # bonus: weight of each token's entropy in that loss
+    # Tune: where many tokens are certain: at the entropy that a fifth of them exceeds (low_entropy_share: 0.8)
+    entropy_threshold: Annotated[float, Field(gt=0)] | None = None  # nats; tokens below it have no gradient of the loss
     # Tune: "mask" or "penalty" while many responses are cut: a cut answer is no evidence that it was wrong
-    overlong: Literal["score", "mask", "penalty", "filter"] = "score"  # cut responses: as is, no loss, penalty, dropped
+    overlong: Overlong = "score"  # cut responses: as is, no loss, penalty, dropped; a critic's value stands behind
     # Tune: true for rollout.top_p or top_k, and where agents ask for JSON or a named tool: docs/objectives.md
     allow_truncated_sampling: bool = False  # train on samples from a part of the vocabulary, which is then replayed
     # Tune: raise it where it makes rollouts fail, at a high temperature or top_p near 1: 2 or 4 bytes an id
@@ -234,9 +229,8 @@ class AlgorithmConfig(Section):
         return parameters.taken_by(self.loss, self.advantage)
 
 
+RateSteps = tuple[NonNegative, Positive]  # between which the learning rate rises, or falls: warm-up, stable, decay
 Checkpointing = Literal["none", "selective", "full"]
-
-
 HostMemory = Literal["none", "optimiser", "all"]
 
 
@@ -247,12 +241,16 @@ class TrainerConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"  # auto: as generator.dtype; float32 masters and sums
     # Tune: halve it when mismatch_k3 passes 0.03 or the solve rate falls; adapters need ten times a full run's
     learning_rate: Annotated[float, Field(ge=0)] = 1e-5  # peak; 0 changes no weights (a control run)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine decay to 0
-    warmup_steps: NonNegative = 0  # steps over which the learning rate rises linearly
-    schedule_steps: Positive | None = None  # length of the decay; default: run.steps
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; linear and cosine decay ...
+    min_learning_rate: Annotated[float, Field(ge=0)] = 0.0  # ... to this
+    # Tune: with a critic [20, 20] or so: values are learned first, where a policy can do something already
+    warmup_steps: NonNegative | RateSteps = 0  # of a rising learning rate, or [first, last]: 0 before the first
+    schedule_steps: Positive | RateSteps | None = None  # end of the decay, or [first, last] step; default: run.steps
+    # Tune: "muon" for fewer steps of `headway sft`, and where half of AdamW's moments should do
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: of the layers' matrices; of all else AdamW: docs/learning.md
     # Tune: the second to 0.99 or 0.999 for long runs of small batches
-    betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's decay of the means of gradients and of their squares
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW's decay: times the learning rate, each step
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # decay of the means of gradients (Muon's: 0.95) and of their squares
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # of all weights: times the learning rate, each step
     # Tune: lower it when single steps spoil the run; see grad_norm in the report
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # gradients with a larger norm are scaled down to it
     # Tune: as large as memory allows (`headway check`): fewer, fuller passes; lower it when memory runs out
@@ -272,6 +270,39 @@ class TrainerConfig(Section):
     gradient_checkpointing: Checkpointing = "none"  # recomputed: norms and gates, or layers
     # Tune: 2 to 4 on policy or at budgets of 1 or 2, where samples are expensive: docs/learning.md
     optimizer_steps_per_batch: Positive = 1  # number of updates into which a batch is split, by group
+    # Tune: 2 to 4 where samples are expensive, with a limit (early_stop_kl): later passes are off policy
+    passes: Positive = 1  # over a batch; from the second one on its groups are shuffled
+
+    @model_validator(mode="after")
+    def _require_decay(self) -> TrainerConfig:
+        if isinstance(steps := self.schedule_steps, tuple) and not self.warmup[1] <= steps[0] < steps[1]:
+            raise ValueError(
+                f"trainer.schedule_steps = {list(steps)}; valid: [first, last] with trainer.warmup_steps = "
+                f"{self.warmup[1]} <= first < last"
+            )
+        if self.warmup[0] > self.warmup[1]:
+            raise ValueError(f"trainer.warmup_steps = {list(self.warmup)}; valid: [first, last] with first <= last")
+        if self.min_learning_rate and (self.schedule == "constant" or self.min_learning_rate > self.learning_rate):
+            raise ValueError(
+                f"trainer.min_learning_rate = {self.min_learning_rate:g} with learning_rate = {self.learning_rate:g} "
+                f"and schedule = {self.schedule!r}; valid: at most learning_rate, and a schedule that decays"
+            )
+        return self
+
+    @property
+    def updates_per_batch(self) -> int:
+        """The most optimiser steps on a batch."""
+        return self.passes * self.optimizer_steps_per_batch
+
+    @property
+    def warmup(self) -> RateSteps:
+        """The first step with a learning rate above 0, and the first at its peak."""
+        return steps if isinstance(steps := self.warmup_steps, tuple) else (0, steps)
+
+    def decay_steps(self, run_steps: int) -> RateSteps:
+        """The steps between which the learning rate falls, in a run of ``run_steps``."""
+        steps = self.schedule_steps or run_steps
+        return steps if isinstance(steps, tuple) else (self.warmup[1], steps)
 
     def layout_of(self, ranks: int) -> tuple[int, int, int]:
         """The numbers of ranks, of so many, that divide the weights of a copy, a micro-batch's tokens, and a mixture's
@@ -360,6 +391,7 @@ class Experiment(Section):
     curriculum: CurriculumSection = CurriculumSection()
     pruning: PruningConfig = PruningConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     teachers: dict[str, TeacherConfig] = {}
     trainer: TrainerConfig = TrainerConfig()
@@ -452,45 +484,3 @@ class Experiment(Section):
             return max(self.queue.max_concurrent_rollouts, self.largest_group)
         slots = self.generator.slots * len(self.generator.devices)
         return max(slots, self.largest_group) + self.generator.prefetch_groups * self.rollout.group_size
-
-
-# Keys that may differ from the run's stored configuration when it is resumed; all others must be equal. The part *
-# matches any single name.
-RESUMABLE_KEYS = {
-    "run": "steps time_limit_s directory stop_grace_s on_stall offload",
-    "generator": "devices engine_arguments engine_arguments.* probe_every_updates slots kv_capacity_tokens "
-    "prefetch_groups update_mode",
-    "algorithm": "routing_replay truncation_support_tokens",
-    "router": "*",
-    "queue": "group_timeout_s min_timeout_group_ratio max_concurrent_rollouts",
-    "buffer": "*.*",
-    "hooks": "group_meta logging",
-    "weights": "exchange steps_per_publish",
-    "pruning": "* *.* *.*.*",
-    "teachers": "*.devices *.address *.address.*",
-    "trainer": "devices shards context_parallel expert_parallel host_memory micro_batch_tokens micro_batch_samples "
-    "shared_prefix gradient_checkpointing",
-    "verifier": "timeout_s workers nodes",
-    "verifiers": "*.timeout_s",
-    "rollout": "timeout_s retries",
-    "environment": "workers nodes concurrency timeout_s models.*.address models.*.api_key_env models.*.concurrency "
-    "models.*.timeout_s",
-    "sandbox": "exec_timeout_s live starts start_timeout_s allow_unbounded store store_bytes",
-    "endpoint": "address max_body_bytes",
-    "evaluation": "every_steps every_s test samples_per_task stop_at_solve_rate",
-    "control": "*",
-    "checkpoint": "*",
-    "ledger": "*",
-    "alerts": "*",
-    "cluster": "* nodes.* environment.*",
-}
-_RESUMABLE_PARTS = tuple((section, *key.split(".")) for section, keys in RESUMABLE_KEYS.items() for key in keys.split())
-
-
-def is_resumable(key: str) -> bool:
-    """Whether ``section.key`` may differ when a run is resumed."""
-    parts = key.split(".")
-    return any(
-        len(pattern) == len(parts) and all(glob in ("*", part) for glob, part in zip(pattern, parts, strict=True))
-        for pattern in _RESUMABLE_PARTS
-    )

@@ -150,7 +150,7 @@ def target_logprobs(
     outside_cv: Tensor | None = None,
     masses_c: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability [C] of each target, with gradient, and entropy [C] of softmax(logits / temperature), both at
+    """Log-probability [C] of each target and entropy [C] of softmax(logits / temperature), both with gradients and at
     least float32. ``outside_cv`` excludes ids; the log-probability of the others is written to ``masses_c``. On a GPU
     the gradient overwrites the logits."""
     logits_cv = logits_cv.contiguous()

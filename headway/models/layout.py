@@ -46,6 +46,22 @@ def fused_expert_entries(model: Decoder) -> Iterator[tuple[TensorEntry, list[str
             yield _entry(prefix + names.fused_router, layer.router_weight), [prefix + names.router]
 
 
+def matrix_rows(model: Decoder) -> dict[str, list[int]]:
+    """The rows of each matrix that a parameter of the layers has, one below the other, by the parameter's name: query,
+    key and value, and gate and up, of each expert too. Routers aren't among them."""
+    rows_by_name: dict[str, list[int]] = {}
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        query_rows, key_rows = (heads * layer.config.head_dim for heads in (layer.config.heads, layer.config.kv_heads))
+        rows_by_name |= {
+            f"layers.{index}.qkv_weight": [query_rows, key_rows, key_rows],
+            f"layers.{index}.output_weight": [layer.config.width],
+            f"layers.{index}.gate_up_weight": [layer.gate_up_weight.shape[-2] // 2] * 2,
+            f"layers.{index}.down_weight": [layer.config.width],
+        }
+    return rows_by_name
+
+
 def _layers(model: Decoder) -> Iterator[tuple[str, DecoderLayer]]:
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)

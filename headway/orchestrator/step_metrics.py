@@ -96,7 +96,6 @@ class StepMetrics:
         self._clock = clock
         self._token_budget = experiment.token_budget
         self._pass_at = experiment.ledger.pass_at
-        self._updates = experiment.trainer.optimizer_steps_per_batch
         self._configured = first_knobs(experiment)
         self.peak_flops_per_s = 0.0  # of the trainer's device; 0: not measured
         self.length_bias = LengthBias(experiment.queue.groups_per_step)
@@ -281,9 +280,7 @@ class StepMetrics:
                 update_wait_s=interval.update_wait_s,
             ),
             curriculum=self._curriculum(),
-            **staleness_fields(
-                trained, report.step, self._updates, self._token_budget, int(report.metrics.get(SKIPPED_MINIBATCHES, 0))
-            ),
+            **staleness_fields(trained, report.step, self._experiment, int(report.metrics.get(SKIPPED_MINIBATCHES, 0))),
             tokens=TokenStatistics(
                 trained_per_s=report.loss_tokens / step_s,
                 computed_share=report.computed_tokens / report.tokens if report.tokens else 1.0,
@@ -312,7 +309,7 @@ class StepMetrics:
             samples=sample_count,
             groups=len(trained),
             endings={"trained": sample_count},
-            **staleness_fields(trained, step, self._updates, self._token_budget),
+            **staleness_fields(trained, step, self._experiment),
             tokens=TokenStatistics(staleness=token_staleness(trained, step, self._token_budget)),
             pruning=pruner_figures(trained),
             **_response_fields(trained, self._pass_at),

@@ -26,7 +26,7 @@ from headway.records.errors import NoProgress, WorkerDied
 from headway.records.generation import ProbeScores, PublishedWeights
 from headway.records.ledger import StepRecord
 from headway.records.rollout import Batch, Ending, FinishedGroup, LoggedDemonstrations, Sample
-from headway.records.training import MAX_CONSECUTIVE_SKIPS, StepReport, TrainBatch
+from headway.records.training import MAX_CONSECUTIVE_SKIPS, SKIPPED_VALUE_UPDATES, StepReport, TrainBatch
 from headway.runtime.bounded_queue import BoundedQueue
 from headway.tasks.drawn_demonstrations import demonstrations_of
 from headway.telemetry.rollouts.recorder import EVENT_ROLLOUTS_ENDED
@@ -214,6 +214,8 @@ class TrainLoop:
             record = msgspec.structs.replace(record, demonstrations=len(parts[0].batch.demonstrations))
         if report.unrecorded:
             run.event(EVENT_ROLLOUTS_ENDED, report.unrecorded)
+        if report.metrics.get(SKIPPED_VALUE_UPDATES):
+            run.event("value_update_skipped", report.reason)
         if report.halved != self._halved:
             self._halved = report.halved
             run.event("micro_batches_halved", report.halved)
@@ -385,7 +387,7 @@ def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> d
         "response": run.tokenizer.decode(rollout.response_ids),
         "reward": rollout.reward,
         "solved": rollout.solved,
-        "advantage": sample.advantage,
+        "advantage": None if sample.rewards else sample.advantage,  # with a critic the trainer's record has it
         "versions": [[span.version, span.tokens] for span in rollout.versions],
         "finish_reason": rollout.finish_reason,
         "pruned": None if rollout.pruned is None else msgspec.to_builtins(rollout.pruned),

@@ -7,20 +7,26 @@ from typing import Any
 
 import numpy as np
 
+from headway.algorithms.step_plan import pass_order
+from headway.config.schema import Experiment, TrainerConfig
 from headway.control.summaries import distribution
 from headway.records.ledger import Distribution
 from headway.records.rollout import FinishedGroup, Rollout
 
 
 def staleness_fields(
-    trained: Sequence[FinishedGroup], step: int, updates: int, token_budget: int | None = None, skipped: int = 0
+    trained: Sequence[FinishedGroup], step: int, experiment: Experiment, skipped: int = 0
 ) -> dict[str, Any]:
-    """The record's fields on staleness, except that of tokens, of the groups ``trained`` at ``step``. They were trained
-    in ``updates`` optimiser steps, of which the last ``skipped`` were left out."""
+    """The record's fields on staleness, except that of tokens, of the groups ``trained`` at ``step``, of whose
+    optimiser steps the last ``skipped`` were left out."""
+    token_budget, seed = experiment.token_budget, experiment.run.seed
+    by_updates = optimizer_step_staleness(
+        trained, step, experiment.trainer, seed=seed, skipped=skipped, token_budget=token_budget
+    )
     return {
         "trajectory_staleness": trajectory_staleness(trained, step, token_budget),
         "environment_staleness": environment_staleness(trained, step),
-        "optimizer_step_staleness": optimizer_step_staleness(trained, step, updates, skipped, token_budget),
+        "optimizer_step_staleness": by_updates,
     }
 
 
@@ -49,15 +55,26 @@ def environment_staleness(groups: Sequence[FinishedGroup], step: int) -> Distrib
 
 
 def optimizer_step_staleness(
-    groups: Sequence[FinishedGroup], step: int, updates: int, skipped: int = 0, token_budget: int | None = None
+    groups: Sequence[FinishedGroup],
+    step: int,
+    settings: TrainerConfig,
+    *,
+    seed: int = 0,
+    skipped: int = 0,
+    token_budget: int | None = None,
 ) -> Distribution:
-    """Trajectory staleness at ``step`` in optimiser steps. Where each step takes ``updates``, the rollouts in the i-th
-    minibatch (from 0) have ``updates`` times their staleness in steps, and i more. ``skipped``: minibatches left out at
-    the end. A step that left some out, or skipped one, counts as a full step.
+    """Trajectory staleness at ``step`` in optimiser steps. Where each step takes K, in all its passes, the rollouts in
+    the i-th minibatch (from 0) have K times their staleness in steps, and i more. ``seed``: the run's. ``skipped``:
+    minibatches left out at the end. A step that left some out, or skipped one, counts as a full step.
 
     Example: two updates a step, four groups that are one step old: 2 for the first two groups, 3 for the others.
     """
-    minibatches = np.array_split(np.arange(len(groups)), max(1, min(updates, len(groups))))
+    updates, parts = settings.updates_per_batch, max(1, min(settings.optimizer_steps_per_batch, len(groups)))
+    minibatches = [
+        minibatch
+        for number in range(settings.passes)
+        for minibatch in np.array_split(pass_order(len(groups), number=number, seed=seed, step=step), parts)
+    ]
     return distribution(
         (updates * int(age) + number, count)
         for number, minibatch in enumerate(minibatches[: len(minibatches) - skipped])

@@ -281,7 +281,8 @@ class RooflineCurves(StageCurves):
             nbytes = rates.memory(longest_tokens).total
         else:
             nbytes = self._trainer_bytes(rates, layout)
-        step_s, half_step_s = rates.step_s(tokens, sample_tokens), rates.step_s(tokens / 2, sample_tokens)
+        passes = self.experiment.trainer.passes
+        step_s, half_step_s = (passes * rates.step_s(count, sample_tokens) for count in (tokens, tokens / 2))
         if any(rule.kl_coefficient > 0 for rule in self.experiment.rules.algorithms):
             step_s += rates.step_s(tokens, sample_tokens, scoring=True)
             half_step_s += rates.step_s(tokens / 2, sample_tokens, scoring=True)

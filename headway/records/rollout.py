@@ -304,3 +304,5 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0  # part of its loss that counts here: 1 / copies
     rule: int = 0  # number of its source's rule (`config.objective.rules.Rules`): losses and their coefficients
     imitates: bool = False  # what tools answered carries cross-entropy (its runs ``observations``)
+    rewards: tuple[float, ...] = ()  # one, or of each turn: a critic makes advantages of them; (): there is no critic
+    bootstraps: bool = False  # it was cut, and the critic's value stands for what is missing behind its end

@@ -8,7 +8,9 @@ from headway.records.rollout import Sample
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 
 MAX_CONSECUTIVE_SKIPS = 20  # steps; beyond it, weights that don't change won't recover by themselves
-SKIPPED_MINIBATCHES = "skipped_minibatches"  # metric of a step: those that algorithm.early_stop_ratio left out
+SKIPPED_MINIBATCHES = "skipped_minibatches"  # metric of a step: those that algorithm.early_stop_ratio or _kl left out
+
+SKIPPED_VALUE_UPDATES = "skipped_value_updates"  # metric of a step: the critic's whose gradient wasn't finite
 
 
 class DrawnDemonstration(msgspec.Struct, frozen=True, kw_only=True):

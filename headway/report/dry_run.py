@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.config.schema import AlgorithmConfig, Experiment
+from headway.config.schema import GAE, AlgorithmConfig, Experiment
 from headway.config.sources import TaskSource
 from headway.report.formats import duration
 from headway.report.tables import Rows
@@ -37,7 +37,7 @@ def dry_run_rows(experiment: Experiment, environment_scores: bool = False) -> Ro
         "trainer": (
             f"{', '.join(experiment.trainer.devices)} ({experiment.trainer.dtype}), learning rate "
             f"{experiment.trainer.learning_rate:g} ({experiment.trainer.schedule}), "
-            f"{_count_text(experiment.trainer.optimizer_steps_per_batch, 'optimiser step')} a batch"
+            f"{_count_text(experiment.trainer.updates_per_batch, 'optimiser step')} a batch"
         ),
         **_objectives(experiment),
         "weights": f"published every {_every(experiment.weights.steps_per_publish)}",
@@ -128,7 +128,12 @@ def _objective(experiment: Experiment, algorithm: AlgorithmConfig) -> str:
     if algorithm.policy_coefficient != 1:
         stream_texts.insert(0, f"reward x {algorithm.policy_coefficient:g}")
     part_texts = [f"preset {algorithm.preset}"] if algorithm.preset else []
-    part_texts += [algorithm.loss, f"advantage {algorithm.advantage}", *_bounds(algorithm), algorithm.aggregation]
+    critic, advantage_text = experiment.critic, f"advantage {algorithm.advantage}"
+    if algorithm.advantage == GAE:
+        advantage_text += f" {critic.gae[0]:g} {critic.gae[1]} by the critic {critic.path} at {critic.rate:g}"
+        alone_steps = experiment.trainer.warmup[0]
+        advantage_text += f", alone for {_count_text(alone_steps, 'step')}" if alone_steps else ""
+    part_texts += [algorithm.loss, advantage_text, *_bounds(algorithm), algorithm.aggregation]
     if algorithm.kl_coefficient:
         target_text = "" if algorithm.kl_target is None else f" at first, for {algorithm.kl_target:g} nats per token"
         part_texts.append(
@@ -143,7 +148,7 @@ def _objective(experiment: Experiment, algorithm: AlgorithmConfig) -> str:
         part_texts.append(f"second moment at most {algorithm.second_moment_limit:g}")
     if algorithm.overlong != "score":
         part_texts.append(f"overlong responses: {algorithm.overlong}")
-    if experiment.queue.filter_zero_variance and not algorithm.teacher:
+    if experiment.queue.filter_zero_variance and not algorithm.teacher and algorithm.advantage != GAE:
         part_texts.append("groups of equal rewards filtered")
     return ", ".join([*part_texts, *stream_texts])
 

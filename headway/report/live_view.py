@@ -302,6 +302,8 @@ def _learning(state: LiveState, step: StepRecord) -> Text:
     detail_texts = [f"reward {rewards.mean:.3f}", f"no variance {rewards.zero_variance_share:.0%}"] if rewards else []
     detail_texts += [f"loss {loss:+.4f}"] if loss is not None else []
     detail_texts += [f"entropy {entropy:.3f}"] if entropy is not None else []
+    if (explained := step.metrics.get("explained_variance")) is not None:
+        detail_texts.append(f"values explain {explained:.0%} of the returns' variance")
     detail_texts += [f"length {lengths.mean:.0f}, p99 {lengths.p99:.0f}"] if lengths else []
     if state.evaluation_before is not None:
         detail_texts.append(f"before {state.evaluation_before.solve_rate:.3f}")

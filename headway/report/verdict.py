@@ -10,6 +10,7 @@ import msgspec
 
 from headway.control.tuning.balance import BUSY, Balance, WaitShares, balance_of, measured_limits, waits_of
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
+from headway.records.training import SKIPPED_VALUE_UPDATES
 from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
 from headway.report.streams import streams_text, teaching_text
@@ -40,6 +41,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     failures_text: str
     streams_text: str = ""  # means over the steps; "": the loss has one stream and rule
     teaching_text: str = ""  # of teachers outside of the trainer; "": there is none
+    values_text: str = ""  # of a critic; "": there is none
     pruning_text: str = ""  # "": nothing was pruned
     plan_text: str = ""  # the controller's last recommendation, of a plan to which the run can't change; "": none
     changes_text: str = ""  # changes of plan in the run; "": none
@@ -58,6 +60,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             "What do teachers do?": self.teaching_text,
             "Is every rollout accounted for?": self.accounting_text,
             "What failed?": self.failures_text,
+            "What do values explain?": self.values_text,
             "Why is nothing trained?": self.untrained_text,
             "What was pruned?": self.pruning_text,
             "Would another plan pay?": self.plan_text,
@@ -111,12 +114,24 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         failures_text=" ".join(filter(None, (_failures_text(failed, summary), incident_text(lines)))) or no_failures,
         streams_text=streams_text(steps),
         teaching_text=teaching_text(steps),
+        values_text=_values_text(steps),
         pruning_text=_pruning_text(steps),
         plan_text=_plan_text(lines),
         changes_text=change_sentence(lines),
         untrained_text=f"At version {untrained_event.step} {untrained_event.detail}." if untrained_event else "",
         untrained_reason=str(untrained_event.data.get("reason", "")) if untrained_event else "",
     )
+
+
+def _values_text(steps: Sequence[StepRecord]) -> str:
+    """Describe the critic's values in the last step that has any."""
+    metrics = next((step.metrics for step in reversed(steps) if "value_error" in step.metrics), None)
+    if metrics is None:
+        return ""
+    explained, skipped = metrics.get("explained_variance"), sum(s.metrics.get(SKIPPED_VALUE_UPDATES, 0) for s in steps)
+    share_text = "" if explained is None else f"{explained:.0%} of the variance of returns; "
+    skipped_text = f" {skipped:.0f} updates of the critic were not finite and skipped." if skipped else ""
+    return f"In the last step {share_text}the error is {metrics['value_error']:.3g} in units of reward.{skipped_text}"
 
 
 def _untrained(lines: Sequence[LedgerLine]) -> EventRecord | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -47,11 +47,11 @@ from headway.runtime.devices import native_kernels_enabled
 from headway.tokens.grammar import Grammars
 from headway.tokens.tokenizer import Tokenizer
 from headway.trainer.kept_sets import KeptSets, MicroBatchSets
-from headway.trainer.master_weights import MasterWeights
-from headway.trainer.optimizer import AdamW, OptimiserState
+from headway.trainer.master_weights import MasterWeights, MovingAverage
+from headway.trainer.optimizer import OptimiserState, open_optimiser
 from headway.trainer.ranks import Ranks
 from headway.trainer.sharding import ShardedModel, is_divided, own_rows_of
-from headway.trainer.state_files import StateFiles
+from headway.trainer.state_files import ATTACHED, AttachedState, StateFiles
 from headway.trainer.streams.divergence import Divergence
 from headway.trainer.streams.teachers import TaughtTokens, divergence_of
 from headway.trainer.streams.token_logprobs import token_logprobs
@@ -70,14 +70,15 @@ class TokenScores(NamedTuple):
     """The scores of the tokens that carry loss, from a forward pass."""
 
     logprobs_m: Tensor  # log-softmax(z/T) of each, with gradient
-    entropies_m: Tensor  # without
+    entropies_m: Tensor  # of softmax(z/T), with gradient
     kept: MicroBatchSets | None  # the sets over which these are normalised; None: all are the complete vocabulary
     expert_counts: tuple[int, int, int]  # `ExpertReplay.counts`, summed over all layers
     divergence: Divergence | None = None  # from the teacher; None: no rule has one
+    hidden_md: Tensor | None = None  # that predict them, without gradient; None: not asked for
 
 
 class Learner:
-    """Float32 master weights, AdamW and the forward pass in the chosen dtype.
+    """Float32 master weights, their optimiser and the forward pass in the chosen dtype.
 
     In bfloat16 the model computes with its masters rounded once a step, as an engine does, and so is its residual
     stream; sums of norms, softmax and losses, accumulated gradients, their norm and the optimiser are float32. With an
@@ -100,7 +101,7 @@ class Learner:
         chooses the batch's recorded experts. ``pixels``: of the run's folder, if batches may have pictures."""
         self._chosen, self._folder, self._chat = chosen, chosen.path, chat
         self.dtype = DTYPES[settings.dtype]
-        self._replays, self._pixels = replays, pixels
+        self._replays, self.pixels = replays, pixels
         self._sets: KeptSets | None = None  # of the last batch
         self.device = device
         self.ranks = ranks
@@ -118,10 +119,12 @@ class Learner:
         self.model.checkpointing = settings.gradient_checkpointing
         self.reference: PackedModel | None = None
         self.frozen: list[PackedModel] = []  # the reference, and teachers
+        self.average: MovingAverage | None = None  # of the weights, with which the reference computes
+        self.attached: AttachedState | None = None
         self._trains_rows = is_sharded and not is_adapted  # an adapter's matrices are complete on every rank
         self.masters = self._open_masters()
         self.parameters = list(self.masters.trained().values())
-        self.optimiser = AdamW(self.parameters, in_host_memory=settings.host_memory != "none")
+        self.optimiser = open_optimiser(settings, self.model, self.masters.trained())
 
     def _open_divided(self, path: str | Path, dtype: torch.dtype, *, frozen: bool) -> PackedModel:
         """Load this rank's rows of the model in folder ``path``, and divide its computation."""
@@ -158,26 +161,28 @@ class Learner:
         """Whether samples may share a prefix in a micro-batch, which all models that compute it must support."""
         return all(model.shares_prefixes for model in (self.model, *self.frozen))
 
-    def load_reference(self, model_path: str | Path) -> None:
-        """Load the reference model of a KL penalty (see `open_frozen`). Raises ConfigurationError if its vocabulary
-        size differs."""
-        self.reference = self.open_frozen(model_path)
+    def load_reference(self, model_path: str | Path, decay: float | None = None) -> None:
+        """Load the reference model of a KL penalty (see `open_frozen`). With ``decay`` it begins as the trained model
+        and is a moving average of its weights. Raises ConfigurationError if its vocabulary size differs."""
+        self.reference = self.open_frozen(model_path, averages=decay is not None)
         our_size, other_size = self.model.config.vocabulary_size, self.reference.config.vocabulary_size
         if our_size != other_size:
             raise ConfigurationError(
                 f"model.reference = {str(model_path)!r} has a vocabulary of {other_size}, the model one of {our_size}: "
                 "they must be equal"
             )
+        if decay is not None:
+            self.average = MovingAverage(self.reference, self.masters.tensors, self.dtype, decay)
 
-    def open_frozen(self, model_path: str | Path) -> PackedModel:
+    def open_frozen(self, model_path: str | Path, *, averages: bool = False) -> PackedModel:
         """Load a model that isn't trained, in the forward pass's dtype. With an adapter and the model's folder as
-        ``model_path`` it is the model without its adapter."""
+        ``model_path`` it is the model without its adapter. ``averages``: rows that ranks divide are float32."""
         if self.lora is not None and Path(model_path) == Path(self._folder):
             model = without_adapter(self.model, self.lora)
         elif self.ranks.mesh is None:
             model = open_model(self._chosen, self.dtype, self.device, model_path).requires_grad_(False)
         else:
-            model = self._open_divided(model_path, self.dtype, frozen=True)
+            model = self._open_divided(model_path, torch.float32 if averages else self.dtype, frozen=True)
         self.frozen.append(model)
         return model
 
@@ -187,16 +192,17 @@ class Learner:
             if any(model is sharded.model for model in self.frozen):
                 sharded.release()
 
-    def hidden_states(self, model: PackedModel, batch: MicroBatchArrays, predictors: IntArray) -> Tensor:
-        """Hidden states [J, d] of the micro-batch's rows ``predictors``, without gradient. The model in training
-        replays experts as in `logprobs`. If ranks divide ``model``, its head stays complete until `release_frozen`."""
-        ids_n, context = self._ids(batch.input_ids, model), model.division.context
-        replay = self._replay(batch) if model is self.model else None
-        inputs: Any = (ids_n, batch.input_lengths, batch.continues, *(() if replay is None else (replay,)))
+    def hidden_states(
+        self, model: PackedModel, batch: MicroBatchArrays, predictors: IntArray, *, trains: bool = False
+    ) -> Tensor:
+        """Hidden states [J, d] of the micro-batch's rows ``predictors``, without gradient unless ``trains``. The model
+        in training replays experts as in `logprobs`. If ranks divide ``model``, its head stays complete until
+        `release_frozen` or the backward."""
+        (forward, _), context = self._forward(model, batch), model.division.context
 
-        @torch.no_grad()
+        @torch.set_grad_enabled(trains)
         def compute() -> Tensor:
-            hidden_nd = model.forward_packed(*inputs)
+            hidden_nd = forward()
             if context is None:
                 return hidden_nd.index_select(0, self._tensor(predictors))
             share = context.share(predictors, len(batch.input_ids), self.device)
@@ -205,6 +211,15 @@ class Learner:
         with native.using(self._kernels):
             return model.compute(compute)
 
+    def _forward(self, model: PackedModel, batch: MicroBatchArrays) -> tuple[Callable[[], Tensor], ExpertReplay | None]:
+        """The function that computes this rank's hidden states of a micro-batch, inside `PackedModel.compute`, and the
+        recorded experts that the model in training replays in it."""
+        inputs: list[Any] = [self._ids(batch.input_ids, model), batch.input_lengths, batch.continues]
+        replay = self._replay(batch) if model is self.model else None
+        pictures = self._pictures(batch)  # of a transformers model: only these get pictures
+        further: list[Any] = [pictures] if pictures else [] if replay is None else [replay]
+        return partial(model.forward_packed, *inputs, *further), replay
+
     def logprobs(
         self,
         batch: MicroBatchArrays,
@@ -212,14 +227,15 @@ class Learner:
         temperature: float,
         model: PackedModel | None = None,
         taught: Sequence[TaughtTokens] = (),
+        *,
+        keeps_hidden: bool = False,
     ) -> TokenScores:
         """Score the tokens that carry loss under ``model`` (default: the model in training, whose routers choose the
-        batch's recorded experts if it replays them), over the kept sets of these tokens, if the batch has them. Raises
-        ExpertsMismatch for experts of another model, KeptSetMismatch for sets without their tokens."""
-        chosen_model = model or self.model
-        replay, expert_counts = self._replay(batch) if chosen_model is self.model else None, (0, 0, 0)
-        pictures = self._pictures(batch)
-        input_ids_n = self._ids(batch.input_ids, chosen_model)
+        batch's recorded experts if it replays them), over the kept sets of these tokens, if the batch has them.
+        ``keeps_hidden``: return their hidden states too. Raises ExpertsMismatch for experts of another model,
+        KeptSetMismatch for sets without their tokens."""
+        chosen_model, expert_counts = model or self.model, (0, 0, 0)
+        forward, replay = self._forward(chosen_model, batch)
         predictors_m = self._tensor(batch.predictors_m)
         targets_m = self._ids(arrays.token_ids_n[batch.targets_m], chosen_model)
         kept = own_kept = self._kept(batch.targets_m, arrays)
@@ -233,23 +249,16 @@ class Learner:
             return self._kept(batch.targets_m[positions], arrays)
 
         def compute() -> list[Tensor]:
-            if pictures:  # a transformers model: only these get pictures
-                packed_inputs = input_ids_n, batch.input_lengths, batch.continues
-                hidden_nd = chosen_model.forward_packed(*packed_inputs, pictures)  # pyright: ignore[reportCallIssue]
-            elif replay is None:
-                hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues)
-            else:
-                assert isinstance(chosen_model, Decoder)
-                hidden_nd = chosen_model.forward_packed(input_ids_n, batch.input_lengths, batch.continues, replay)
-            hidden_md = hidden_nd.index_select(0, predictors_m)
+            hidden_md = forward().index_select(0, predictors_m)
             own_scores = list(token_logprobs(chosen_model, hidden_md, targets_m, temperature, kept=own_kept))
             if taught:
                 own_m = np.arange(len(batch.targets_m)) if share is None else share.own.cpu().numpy()
                 own_scores += divergence_of(taught, chosen_model, hidden_md, own_m, temperature, kept_of)
+            own_scores += [hidden_md.detach()] if keeps_hidden else []
             return own_scores if share is None else [share.gather(scores) for scores in own_scores]
 
         with native.using(self._kernels):
-            logprobs_m, entropies_m, *divergence = chosen_model.compute(compute)
+            logprobs_m, entropies_m, *others = chosen_model.compute(compute)
         if share is not None and kept is not None:
             own_masses_m = kept.masses_m[share.own] if own_kept is None else own_kept.masses_m
             kept.masses_m.copy_(share.gather(own_masses_m))
@@ -257,8 +266,9 @@ class Learner:
             counts = replay.counts.sum(0)
             expert_counts = (counts if share is None else self.ranks.sum_(counts, "context")).tolist()
         counts_of_experts = cast("tuple[int, int, int]", tuple(expert_counts))
-        compared = Divergence(*divergence) if divergence else None
-        return TokenScores(logprobs_m, entropies_m, kept, counts_of_experts, compared)
+        hidden_md = others.pop() if keeps_hidden else None
+        compared = Divergence(*others) if others else None
+        return TokenScores(logprobs_m, entropies_m, kept, counts_of_experts, compared, hidden_md)
 
     @torch.no_grad()
     def score(self, probe: Probe) -> ProbeScores:
@@ -333,8 +343,8 @@ class Learner:
     def _read(self, digests: list[str]) -> list[Pixels]:
         if not any(digests):
             return []
-        assert self._pixels is not None, "given where batches have pictures"
-        return [self._pixels.read(digest) if digest else {} for digest in digests]
+        assert self.pixels is not None, "given where batches have pictures"
+        return [self.pixels.read(digest) if digest else {} for digest in digests]
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of ``loss`` in the parameters."""
@@ -389,6 +399,8 @@ class Learner:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_grad_norm, norm_tensor)
             self.optimiser.step(settings)
             self.masters.round()
+            if self.average is not None:
+                self.average.update()
         self.clear_gradients()
         reason = "" if is_finite else f"loss {total_loss}, gradient norm {grad_norm}: not finite"
         return Update(applied=is_finite, reason=reason, grad_norm=grad_norm)
@@ -452,29 +464,39 @@ class Learner:
             save_policy(self.model, self.lora, path, self._folder, by_rows=self._writes_rows)
 
     def optimiser_shards(self, state: OptimiserState | None = None) -> list[Shard]:
-        """This rank's rows of AdamW's ``state`` (default: the present one), named ``KIND/PARAMETER``, in its memory;
-        none before the first step. Its scalars are complete on every rank."""
+        """This rank's rows of the optimiser's ``state`` (default: the present one), and of the averages of weights,
+        named ``KIND/PARAMETER``, in its memory, none before the first step; and those of the attached state. Scalars
+        are complete on every rank."""
         state, shards = self.optimiser.state if state is None else state, list[Shard]()
+        averages = {} if self.average is None or not state else self.average.tensors
         shard_by_name = {shard.name: shard for shard in shards_of(self.weights())}
         for name, parameter in self.masters.trained().items():
             for kind, tensor in state.get(parameter, {}).items():
                 shape, first = (shard_by_name[name].shape, shard_by_name[name].first) if tensor.ndim else ((), 0)
                 shards.append(Shard(name=f"{kind}/{name}", shape=shape, first=first, tensor=tensor))
-        return shards
+            if name in averages:
+                shards.append(replace(shard_by_name[name], name=f"average/{name}", tensor=averages[name]))
+        return shards + ([] if self.attached is None else self.attached.shards())
 
     def read_optimiser(self, files: StateFiles) -> OptimiserState:
-        """Read this rank's rows of the AdamW state of a checkpoint. Raises CheckpointCorrupt for another model's."""
-        state = {parameter: self.optimiser.zero_state(parameter) for parameter in self.parameters if files.shapes}
+        """Read this rank's rows of the optimiser's state of a checkpoint, and of the averages, which begin at the
+        present weights if it has none. Raises CheckpointCorrupt for another model's."""
+        has_stepped = any(not name.startswith(ATTACHED) for name in files.shapes)
+        state = {parameter: self.optimiser.zero_state(parameter) for parameter in self.parameters if has_stepped}
         files.fill(self.optimiser_shards(state))
+        if self.average is not None:
+            self.average.update(decay=1.0 if state else 0.0)
         return state
 
     def resident(self) -> list[Tensor]:
         """All tensors that stay on the device between two calls: weights and their masters, the reference model's
-        weights, gradients, and AdamW's moments; of those that ranks divide this rank's rows."""
+        weights, gradients, and the optimiser's moments; of those that ranks divide this rank's rows."""
         models = [self.model, *self.frozen]
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         tensors += [] if self.lora is None else list(self.lora.parameters.values())
         tensors += self.masters.tensors.values()
+        tensors += [] if self.average is None else self.average.tensors.values()
+        tensors += [] if self.attached is None else self.attached.resident()
         tensors += [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         tensors += [state_tensor for state in self.optimiser.state.values() for state_tensor in state.values()]
         tensors = [own_rows_of(tensor) if is_divided(tensor) else tensor for tensor in tensors]

@@ -243,6 +243,16 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+def entropy_terms(algorithm: AlgorithmConfig, logprobs_m: Tensor, entropies_m: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The log-probabilities [M] whose gradient the loss gets, and the entropy bonus [M] to be subtracted from it, if
+    there is one. Below ``algorithm.entropy_threshold`` nats a token has no gradient (Beyond the 80/20 Rule, 2025,
+    arXiv:2506.01939, with a bound in place of its quantile of a batch), but for its bonus and its KL penalty."""
+    threshold, coefficient = algorithm.entropy_threshold, algorithm.entropy_coefficient
+    if threshold is not None:
+        logprobs_m = torch.where(entropies_m.detach() >= threshold, logprobs_m, logprobs_m.detach())
+    return logprobs_m, coefficient * entropies_m if coefficient > 0 else None
+
+
 def resolve(name: str) -> Hook:
     """Load the loss named ``name``, or the user's ``module:function``. Raises ConfigurationError."""
     return load_hook("algorithm.loss", name, LOSSES, ("terms", "settings"))

@@ -1,4 +1,4 @@
-"""Float32 masters of weights that a model computes with in bfloat16, and the sums of their gradients."""
+"""Float32 masters of weights that a model computes with in bfloat16, the sums of their gradients, and averages."""
 
 from __future__ import annotations
 
@@ -79,6 +79,30 @@ class MasterWeights:
             for name, parameter in self._parameters.items():
                 parameter.data = rounded[name]
             self.round()
+
+
+class MovingAverage:
+    """An exponential moving average of trained weights, in float32, and the frozen model that computes with it.
+
+    Example: with ``decay`` 0.9, weights 0 at first and 1 after every update, the averages are 0, 0.1, 0.19.
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor], dtype: torch.dtype, decay: float) -> None:
+        """``model``: has the parameters ``weights``, by name, which are this rank's rows where ranks divide them, and
+        begins at their values. It computes in ``dtype``."""
+        parameters, self._weights, self._decay = dict(model.named_parameters()), weights, decay
+        rounds = any(parameter.dtype != torch.float32 for parameter in parameters.values())
+        exact = {name: weights[name].detach().clone() for name in parameters} if rounds else None
+        self._masters = MasterWeights(parameters, dtype, exact)
+        self.tensors = {name: own_rows_of(tensor) for name, tensor in self._masters.tensors.items()}
+
+    def update(self, decay: float | None = None) -> None:
+        """Move the averages towards the present weights by 1 - ``decay`` (default: that of all updates)."""
+        weight = 1.0 - (self._decay if decay is None else decay)
+        with torch.no_grad():
+            for name, average in self.tensors.items():
+                average.lerp_(own_rows_of(self._weights[name]), weight)
+        self._masters.round()
 
 
 class _MasterGradient:

@@ -1,19 +1,25 @@
-"""The optimiser AdamW, and the learning rate of each step as a pure function of the version, so that a resumed run
-needs no scheduler state."""
+"""The optimisers AdamW and Muon, and the learning rate of each step as a pure function of the version, so that a
+resumed run needs no scheduler state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from headway.config.consistency import MUON_OF_TRANSFORMERS
 from headway.config.schema import SftConfig, TrainerConfig
+from headway.models.decoder import Decoder
+from headway.models.layout import matrix_rows
+from headway.records.errors import ConfigurationError
 from headway.records.training import OptimiserSettings
 
-OptimiserState = dict[Tensor, dict[str, Tensor]]  # by parameter: step, exp_avg, exp_avg_sq
+OptimiserState = dict[Tensor, dict[str, Tensor]]  # by parameter: step, exp_avg, exp_avg_sq; under Muon momentum
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of x, x^3 and x^5 (Jordan et al., 2024)
+NEWTON_SCHULZ_STEPS = 5
 
 
 class AdamW:
@@ -64,26 +70,111 @@ class AdamW:
     def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """A parameter's state before its first step. AdamW's fused kernel needs the counter beside the parameter."""
         device = torch.device("cpu") if self._in_host_memory else parameter.device
-        pinned = device != parameter.device
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=device),
-            "exp_avg": torch.zeros_like(parameter, device=device, pin_memory=pinned),
-            "exp_avg_sq": torch.zeros_like(parameter, device=device, pin_memory=pinned),
-        }
+        step = torch.zeros((), dtype=torch.float32, device=device)
+        return {"step": step} | {name: _zeros(parameter, device) for name in ("exp_avg", "exp_avg_sq")}
 
 
-def learning_rate(step: int, settings: TrainerConfig | SftConfig, total_steps: int) -> float:
+class Muon:
+    """Muon (Jordan et al., 2024) for named matrices, and `AdamW` for all other parameters.
+
+    A matrix [r, c] moves against its orthogonalised momentum with Nesterov's step ahead, by the learning rate times
+    ``0.2 sqrt(max(r, c))``, whose root mean square is AdamW's (Muon is Scalable for LLM Training, 2025,
+    arXiv:2502.16982, Eq. 4): both take the same learning rate and weight decay. The momentum's decay is ``beta1``.
+    Matrices that a parameter keeps one below the other, and each expert's, are orthogonalised separately.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], rows: Mapping[Tensor, Sequence[int]], *, in_host_memory: bool = False
+    ) -> None:
+        """``rows``: of each matrix in a parameter [..., sum of rows, c]; the others of ``parameters`` are AdamW's.
+        ``in_host_memory``: as of `AdamW`."""
+        self._rows, self._in_host_memory = rows, in_host_memory
+        self._adamw = AdamW([p for p in parameters if p not in rows], in_host_memory=in_host_memory)
+        self._momentum: OptimiserState = {}
+
+    @property
+    def state(self) -> OptimiserState:
+        """The state of each parameter from its first step on."""
+        return self._momentum | self._adamw.state
+
+    @state.setter
+    def state(self, state: OptimiserState) -> None:
+        self._momentum = {parameter: kept for parameter, kept in state.items() if parameter in self._rows}
+        self._adamw.state = {parameter: kept for parameter, kept in state.items() if parameter not in self._rows}
+
+    @torch.no_grad()
+    def step(self, settings: OptimiserSettings) -> None:
+        """Take one step. Parameters without a gradient stay as they are."""
+        self._adamw.step(settings)
+        for parameter, rows in self._rows.items():
+            if (grad := parameter.grad) is None:
+                continue
+            if parameter not in self._momentum:
+                self._momentum[parameter] = self.zero_state(parameter)
+            kept = self._momentum[parameter]["momentum"]
+            momentum = kept.to(parameter.device).lerp_(grad, 1.0 - settings.beta1)
+            if self._in_host_memory:
+                kept.copy_(momentum)
+            ahead = grad.lerp(momentum, settings.beta1)
+            parameter.mul_(1.0 - settings.learning_rate * settings.weight_decay)
+            for matrix, direction in zip(parameter.split(rows, -2), ahead.split(rows, -2), strict=True):
+                rate = settings.learning_rate * 0.2 * math.sqrt(max(matrix.shape[-2:]))
+                matrix.sub_(orthogonalised(direction), alpha=rate)
+
+    def zero_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """A parameter's state before its first step."""
+        if parameter not in self._rows:
+            return self._adamw.zero_state(parameter)
+        device = torch.device("cpu") if self._in_host_memory else parameter.device
+        return {"momentum": _zeros(parameter, device)}
+
+
+def open_optimiser(settings: TrainerConfig, model: nn.Module, trained: Mapping[str, Tensor]) -> AdamW | Muon:
+    """The optimiser of ``settings`` for the weights ``trained`` of ``model``, by name. Raises ConfigurationError for an
+    architecture whose matrices Muon doesn't know."""
+    in_host_memory = settings.host_memory != "none"
+    if settings.optimizer == "adamw":
+        return AdamW(trained.values(), in_host_memory=in_host_memory)
+    if not isinstance(model, Decoder):
+        raise ConfigurationError(f"trainer.optimizer = {MUON_OF_TRANSFORMERS}")
+    rows = {trained[name]: rows for name, rows in matrix_rows(model).items()}
+    return Muon(trained.values(), rows, in_host_memory=in_host_memory)
+
+
+def _zeros(parameter: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros_like(parameter, device=device, pin_memory=device != parameter.device)
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """Matrices [..., r, c] with singular values near 1, between 0.7 and 1.2, by Newton-Schulz iterations; zeros stay
+    zeros."""
+    x = matrices / torch.linalg.matrix_norm(matrices, keepdim=True).clamp(min=1e-7)
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    first, third, fifth = NEWTON_SCHULZ
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = first * x + (third * gram + fifth * (gram @ gram)) @ x
+    return x.mT if is_tall else x
+
+
+def learning_rate(
+    step: int, settings: TrainerConfig | SftConfig, total_steps: int, first_step: int = 0, *, lowest: float = 0.0
+) -> float:
     """The learning rate of the step that follows ``step`` completed ones.
 
-    Warm-up is linear and reaches its peak at the last of ``warmup_steps``; a linear or cosine decay reaches 0 at
+    Warm-up is linear and reaches its peak at the last of ``warmup_steps``, before the first of which the rate is 0; a
+    linear or cosine decay begins at ``first_step``, or after the warm-up if that is later, reaches ``lowest`` at
     ``total_steps`` and stays there.
     """
-    peak_rate, warmup_steps = settings.learning_rate, settings.warmup_steps
+    peak_rate, steps = settings.learning_rate, settings.warmup_steps
+    rise_step, warmup_steps = steps if isinstance(steps, tuple) else (0, steps)
     if step < warmup_steps:
-        return peak_rate * (step + 1) / warmup_steps
+        return peak_rate * max(0, step + 1 - rise_step) / max(1, warmup_steps - rise_step)
     if settings.schedule == "constant":
         return peak_rate
-    decay_share = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    first_step = max(first_step, warmup_steps)
+    decay_share = min(1.0, max(0, step - first_step) / max(1, total_steps - first_step))
     if settings.schedule == "linear":
-        return peak_rate * (1.0 - decay_share)
-    return peak_rate * 0.5 * (1.0 + math.cos(math.pi * decay_share))
+        return lowest + (peak_rate - lowest) * (1.0 - decay_share)
+    return lowest + (peak_rate - lowest) * 0.5 * (1.0 + math.cos(math.pi * decay_share))

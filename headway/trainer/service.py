@@ -199,7 +199,8 @@ class TrainerService(ModelService):
         if uses_native and (reason := missing_reason(torch.float32, self.learner.device)):
             context.log.warning("training without the native kernels, which costs a tenth of the speed: %s", reason)
         if any(algorithm.kl_coefficient > 0 for algorithm in validated.rules.algorithms):
-            self.learner.load_reference(validated.model.reference or validated.model.path)
+            decay = validated.algorithm.reference_decay
+            self.learner.load_reference(validated.model.reference or validated.model.path, decay)
         torch.manual_seed(validated.run.seed)
         self.policy = PolicyGradient(self.learner, validated)
         self._recorder = TokenRecorder(validated.run.directory, validated.ledger, ranks)
@@ -262,17 +263,18 @@ class TrainerService(ModelService):
         self, progress: Progress, settings: OptimiserSettings, started: float, *, samples: int, loss_tokens: int
     ) -> StepReport:
         """Increment the version after a step unless it was skipped, and report the step."""
-        step, updates = self.version, sum(update.applied for update in progress.updates)
+        all_updates = progress.all_updates
+        step, updates = self.version, sum(update.applied for update in all_updates)
         metrics = self.policy.metrics(progress)
         if updates:
             self.version += 1
             self.policy.adapt_kl(metrics.get("kl_reference"), samples)
-        others = {"learning_rate": settings.learning_rate, "skipped_updates": float(len(progress.updates) - updates)}
+        others = {"learning_rate": settings.learning_rate, "skipped_updates": float(len(all_updates) - updates)}
         return StepReport(
             step=step,
             version=self.version,
             skipped=not updates,
-            reason="; ".join(update.reason for update in progress.updates if update.reason),
+            reason="; ".join(filter(None, [update.reason for update in (*all_updates, *progress.value_updates)])),
             samples=samples,
             tokens=progress.tokens,
             computed_tokens=progress.computed_tokens,
@@ -350,6 +352,8 @@ class TrainerService(ModelService):
         self.learner.load_weights(folder)
         self.policy.clear()
         self.learner.optimiser.state = self.learner.read_optimiser(state_files)
+        if self.policy.critic is not None:
+            self.policy.critic.restored()
         rng_state = np.frombuffer(base64.b64decode(state.random_state), np.uint8)
         torch.set_rng_state(torch.from_numpy(rng_state.copy()))
         self.policy.rules[0].kl_coefficient = state.metrics.get(
@@ -377,7 +381,8 @@ class TrainerService(ModelService):
 
     def _learning_rate(self) -> float:
         settings = self.experiment.trainer
-        return learning_rate(self.version, settings, settings.schedule_steps or self.experiment.run.steps)
+        first_step, last_step = settings.decay_steps(self.experiment.run.steps)
+        return learning_rate(self.version, settings, last_step, first_step, lowest=settings.min_learning_rate)
 
     def _state(self, consumed: dict[int, list[int]], metrics: dict[str, float]) -> CheckpointState:
         settings = self.experiment.trainer

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from headway.models.shards.row_map import FileTensor
 from headway.models.shards.shard import Shard, by_name, row_width
@@ -22,6 +24,19 @@ from headway.records.errors import CheckpointCorrupt, ConfigurationError
 from headway.trainer.checkpoints import checksum_of
 
 _WHOLE_FILE = "optimizer.safetensors"  # of earlier releases
+ATTACHED = "critic/"  # what the names of an `AttachedState` begin with
+
+
+class AttachedState(Protocol):
+    """State that is trained beside a model, in the same files from the first checkpoint on."""
+
+    def shards(self) -> list[Shard]:
+        """This rank's rows, in its memory."""
+        ...
+
+    def resident(self) -> list[Tensor]:
+        """All tensors that stay on the device between two steps."""
+        ...
 
 
 def state_file(rank: int, ranks: int) -> str:

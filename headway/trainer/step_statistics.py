@@ -16,6 +16,7 @@ import torch
 from headway.algorithms.samples import IntArray, SampleArrays
 from headway.config.objective.rules import STREAMS
 from headway.records.tokens import ExpertRouting
+from headway.records.training import SKIPPED_VALUE_UPDATES
 from headway.trainer.learner import TokenScores, Update
 from headway.trainer.losses import MAX_LOG_RATIO
 from headway.trainer.ranks import Ranks
@@ -29,6 +30,7 @@ class Prepared:
     keep_n: np.ndarray  # bool: not masked for staleness or importance
     start_n: np.ndarray | None = None  # log-probabilities under the weights at the start of the step, if needed
     reference_n: np.ndarray | None = None  # log-probabilities under the reference model, with a KL penalty
+    values_n: np.ndarray | None = None  # [N, 3] value at the start of the step, its target and return, with a critic
 
     def take(self, idx_m: IntArray) -> Prepared:
         """Return the constants of the tokens ``idx_m`` alone."""
@@ -72,8 +74,10 @@ class Progress:
     # [streams, 3] loss, tokens and sum of |d loss / d log pi|, if there are several streams or rules
     streams: np.ndarray = field(default_factory=lambda: np.zeros((len(STREAMS), 3)))
     updates: list[Update] = field(default_factory=list)
-    skipped_minibatches: int = 0  # by algorithm.early_stop_ratio; equal on all ranks
+    value_updates: list[Update] = field(default_factory=list)  # of the critic, in all passes
+    skipped_minibatches: int = 0  # by algorithm.early_stop_ratio or early_stop_kl; equal on all ranks
     prepared: Prepared | None = None
+    later: list[Progress] = field(default_factory=list["Progress"])  # of passes after the first
 
     @classmethod
     def over(cls, arrays: SampleArrays) -> Progress:
@@ -101,6 +105,11 @@ class Progress:
         """Add the ``tokens`` [streams] of an optimiser step."""
         self.streams = self.streams + np.stack((np.zeros(len(STREAMS)), tokens, np.zeros(len(STREAMS))), 1)
 
+    @property
+    def all_updates(self) -> list[Update]:
+        """The updates of all passes."""
+        return [*self.updates, *(update for later in self.later for update in later.updates)]
+
     def totals(self) -> dict[str, Any]:
         """Return what `joined` sums, by name."""
         return {name: getattr(self, name) for name in _COUNTED}
@@ -113,10 +122,13 @@ class Progress:
         idx_m = np.flatnonzero(self.seen_n)
         arrays = {name: getattr(self, name)[idx_m].astype(np.float32) for name in ("behaviour_n", *_COMPUTED)}
         prepared = None if self.prepared is None else self.prepared.take(idx_m)
-        if parts := ranks.gather(replace(self, **arrays, prepared=prepared) if ranks.is_first else None):
+        later = [progress.gather(ranks) for progress in self.later]
+        if parts := ranks.gather(replace(self, **arrays, prepared=prepared, later=[]) if ranks.is_first else None):
             gathered = Progress.joined([part for part in parts if part is not None])
-            return replace(gathered, updates=self.updates, skipped_minibatches=self.skipped_minibatches)
-        return replace(self, **dict.fromkeys(_COUNTED, 0) | {"streams": np.zeros_like(self.streams)})
+            gathered = replace(gathered, updates=self.updates, value_updates=self.value_updates, later=later)
+            return replace(gathered, skipped_minibatches=self.skipped_minibatches)
+        no_totals = dict.fromkeys(_COUNTED, 0) | {"streams": np.zeros_like(self.streams)}
+        return replace(self, **no_totals, later=later)
 
     @classmethod
     def joined(cls, parts: Sequence[Progress]) -> Progress:
@@ -126,7 +138,8 @@ class Progress:
             for name in ("behaviour_n", *_COMPUTED)
         }
         totals: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _COUNTED}
-        return cls(**arrays, **totals, prepared=Prepared.joined([part.prepared for part in parts if part.prepared]))
+        prepared = [part.prepared for part in parts if part.prepared]
+        return cls(**arrays, **totals, prepared=Prepared.joined(prepared) if prepared else None)
 
 
 class DeviceColumns:
@@ -186,6 +199,13 @@ def stream_metrics(progress: Progress) -> dict[str, float]:
     }
 
 
+def entropy_metrics(progress: Progress, idx_m: IntArray, threshold: float | None) -> dict[str, float]:
+    """low_entropy_share: share of the loss tokens below ``algorithm.entropy_threshold``, if there is one."""
+    if threshold is None or not len(idx_m):
+        return {}
+    return {"low_entropy_share": float((progress.entropies_n[idx_m] < threshold).mean())}
+
+
 def expert_metrics(progress: Progress) -> dict[str, float]:
     """Metrics of replayed experts. experts_replayed: share of the routers (one per token and layer with experts) with
     recorded experts. experts_disagree: share of these that would have chosen others by the trainer's scores, which is
@@ -228,21 +248,42 @@ def prepared_metrics(progress: Progress, idx_m: IntArray) -> dict[str, float]:
     return metrics
 
 
-def token_metrics(
-    *,
-    logprobs_m: np.ndarray,
-    proximal_m: np.ndarray,
-    behaviour_m: np.ndarray,
-    entropies_m: np.ndarray,
-    clipped_m: np.ndarray,
-    cap: float | None,
-) -> dict[str, float]:
+def value_metrics(progress: Progress, idx_m: IntArray) -> dict[str, float]:
+    """Metrics of the critic's values at the start of the step against the returns, over the loss tokens.
+    explained_variance: 1 - variance of their difference / variance of the returns, not if that is 0. value_error: root
+    mean square of the difference, in units of reward. skipped_value_updates: as of skipped_updates."""
+    skipped_updates = sum(not update.applied for update in progress.value_updates)
+    metrics = {SKIPPED_VALUE_UPDATES: float(skipped_updates)}
+    if progress.prepared is None or progress.prepared.values_n is None or not len(idx_m):
+        return metrics
+    values_m, _, returns_m = progress.prepared.values_n[idx_m].T
+    metrics["value_error"] = float(np.sqrt(np.square(returns_m - values_m).mean()))
+    if (variance := returns_m.var()) > 0:
+        metrics["explained_variance"] = float(1.0 - (returns_m - values_m).var() / variance)
+    return metrics
+
+
+def pass_metrics(progress: Progress) -> dict[str, float]:
+    """ratio_* and clip_fraction of each pass after the first: NAME_pass_2, NAME_pass_3, ..."""
+    return {
+        f"{name}_pass_{number}": metric
+        for number, later in enumerate(progress.later, 2)
+        for name, metric in token_metrics(later, None).items()
+        if name.startswith(("ratio_", "clip_fraction"))
+    }
+
+
+def token_metrics(progress: Progress, cap: float | None) -> dict[str, float]:
     """Means, quantiles and extremes over the loss tokens; without any, those of one token with all values 0.
 
     ratio_*: pi_theta / pi_behav. behaviour_weight_*: pi_prox / pi_behav before truncation. mismatch_k3: the
     estimator ``w - 1 - log w`` of KL(behaviour || proximal), w = pi_prox / pi_behav; mismatch_max: the largest
     |log w|. kl: mean of log pi_behav - log pi_theta.
     """
+    idx_m = np.flatnonzero(progress.seen_n)
+    logprobs_m, proximal_m = progress.logprobs_n[idx_m], progress.proximal_n[idx_m]
+    behaviour_m = progress.behaviour_n[idx_m].astype(np.float64)
+    entropies_m, clipped_m = progress.entropies_n[idx_m], progress.clipped_n[idx_m]
     if not len(logprobs_m):
         logprobs_m = proximal_m = behaviour_m = entropies_m = clipped_m = np.zeros(1)
     log_ratio = logprobs_m - behaviour_m

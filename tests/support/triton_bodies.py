@@ -62,7 +62,10 @@ def logprob_calls(c: int, v: int, dtype: torch.dtype, temperature: float) -> Ite
         kept = kept.scatter(1, targets[:, None], 1.0)
         yield "chosen_logprobs", (kept, targets, temperature)
         lse = (kept.float() / temperature).logsumexp(-1)
-        yield "chosen_logprobs_backward", (kept, targets, lse, normal(c, seed=2), temperature)
+        entropies = operators.chosen_logprobs(kept, targets, temperature)[1]
+        for entropy_grad in (None, normal(c, seed=3)):
+            grads = entropies, normal(c, seed=2), entropy_grad
+            yield "chosen_logprobs_backward", (kept, targets, lse, *grads, temperature)
 
 
 def merge_calls(n: int, heads: int, dim: int, dtype: torch.dtype) -> Iterator[Call]:
@@ -115,8 +118,8 @@ def flat(name: str, outputs: Any, arguments: tuple[Any, ...]) -> list[Tensor]:
 def plain(name: str, *arguments: Any) -> Any:
     """A call of the plain body, whose gradient of log-probabilities needs probabilities, not their sums."""
     if name == "chosen_logprobs_backward":
-        logits, targets, lse, grad, temperature = arguments
-        arguments = logits, targets, (logits.float() / temperature - lse[:, None]).exp(), grad, temperature
+        logits, targets, lse, *grads, temperature = arguments
+        arguments = logits, targets, (logits.float() / temperature - lse[:, None]).exp(), *grads, temperature
     return getattr(operators, name)(*arguments)
 
 

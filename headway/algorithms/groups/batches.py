@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from headway.algorithms.advantages import resolve
-from headway.algorithms.groups.rewards import credits_of, overlong_penalty
+from headway.algorithms.groups.rewards import credits_of, overlong_penalty, rewards_of_turns
 from headway.config.objective.rules import Rules
-from headway.config.schema import AlgorithmConfig, Experiment
+from headway.config.schema import GAE, AlgorithmConfig, Experiment
 from headway.records.counted import sampled_tokens
 from headway.records.rollout import Branch, FinishedGroup, Rollout, Sample
 from headway.records.tokens import TokenMask
@@ -29,7 +29,7 @@ def build_batch(
     demonstrations: Sequence[DrawnDemonstration] = (),
 ) -> TrainBatch:
     """Build the batch of ``step``: samples of the valid members, in admission order, with the rule of their source and
-    its advantages, which are compared with those of samples under the same rule.
+    its advantages, which are compared with those of samples under the same rule; with a critic their rewards.
 
     Responses cut at the length limit are scored as they are, masked (they count for their group's advantages and carry
     no loss) or penalised, according to ``algorithm.overlong``. The copies of a member of a padded group are adjacent
@@ -44,10 +44,11 @@ def build_batch(
         of_rule = advantages_of_turns([rollouts[i] for i in positions], experiment, rules.algorithms[number])
         for position, advantages in zip(positions, of_rule, strict=True):
             advantages_s[position] = advantages
-    masks_overlong = experiment.algorithm.overlong == "mask"
+    overlong, has_critic = experiment.algorithm.overlong, experiment.algorithm.advantage == GAE
     samples: list[Sample] = []
     for rollout, number, advantages in zip(rollouts, numbers, advantages_s, strict=True):
-        is_masked = masks_overlong and rollout.truncated
+        is_masked = overlong == "mask" and rollout.truncated
+        rewards = rewards_of_turns(rollout, shaped_reward(rollout, experiment)) if has_critic else ()
         sample = Sample(
             rollout=_masked_rollout(rollout) if is_masked else rollout,
             advantage=advantages[0] if len(advantages) == 1 else _mean(advantages, rollout.turn_ends),
@@ -55,6 +56,8 @@ def build_batch(
             weight=1.0 / rollout.copies,
             rule=number,
             imitates=rules.algorithms[number].environment_coefficient > 0 and not is_masked,
+            rewards=tuple(rewards),
+            bootstraps=overlong == "bootstrap" and rollout.truncated,
         )
         samples += [sample] * rollout.copies
     return TrainBatch(step=step, samples=tuple(samples), demonstrations=tuple(demonstrations))
@@ -72,14 +75,19 @@ def useful_samples(samples: Sequence[Sample], rules: Rules[AlgorithmConfig]) -> 
 def _has_signal(sample: Sample, rule: AlgorithmConfig) -> bool:
     if sample.imitates and _has_observations(sample.rollout):
         return True
-    by_reward = rule.policy_coefficient > 0 and any(sample.turn_advantages or (sample.advantage,))
+    has_advantage = bool(sample.rewards) or any(sample.turn_advantages or (sample.advantage,))
+    by_reward = rule.policy_coefficient > 0 and has_advantage
     return (by_reward or bool(rule.teacher)) and _loss_tokens(sample.rollout) > 0
 
 
 def trains_without_reward(rollouts: Sequence[Rollout], rule: AlgorithmConfig) -> bool:
-    """Whether something besides the reward trains one of ``rollouts``, so that equal rewards don't make them useless: a
-    teacher, or what a tool answered."""
-    return bool(rule.teacher) or (rule.environment_coefficient > 0 and any(map(_has_observations, rollouts)))
+    """Whether ``rollouts`` of equal rewards are of use all the same: a critic compares them with its values, a teacher
+    with its distribution, or what a tool answered trains one of them."""
+    return (
+        rule.advantage == GAE
+        or bool(rule.teacher)
+        or (rule.environment_coefficient > 0 and any(map(_has_observations, rollouts)))
+    )
 
 
 def _has_observations(rollout: Rollout) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.records.rollout import Rollout
+from headway.records.rollout import Rollout, Sample
 
 
 def overlong_penalty(tokens: int, limit: int, buffer: int) -> float:
@@ -45,14 +45,40 @@ def returns_to_go(rewards: Sequence[float], discount: float) -> list[float]:
     return reversed_returns[::-1]
 
 
-def credits_of(rollout: Rollout, reward: float, discount: float | None) -> list[float]:
-    """Return the values from which a rollout's advantages are computed: one return to go per turn, or ``reward``.
-
-    It is ``reward`` alone, for all tokens, if the rollout has no turn rewards or ``discount`` is None.
+def rewards_of_turns(rollout: Rollout, reward: float) -> list[float]:
+    """Return the reward of each turn, or ``reward`` alone if the rollout has no turn rewards.
 
     ``reward``: the rollout's shaped reward; its difference from the verifier's is added to the last turn's reward.
     """
-    if discount is None or not rollout.turn_rewards:
+    if not rollout.turn_rewards:
         return [reward]
     *earlier_rewards, last_reward = rollout.turn_rewards
-    return returns_to_go([*earlier_rewards, last_reward + reward - rollout.reward], discount)
+    return [*earlier_rewards, last_reward + reward - rollout.reward]
+
+
+def credits_of(rollout: Rollout, reward: float, discount: float | None) -> list[float]:
+    """Return the values from which a rollout's advantages are computed: one return to go per turn, or ``reward``, the
+    shaped one, for all tokens if the rollout has no turn rewards or ``discount`` is None."""
+    return [reward] if discount is None else returns_to_go(rewards_of_turns(rollout, reward), discount)
+
+
+def reward_runs(sample: Sample) -> list[tuple[float, int]]:
+    """Runs of (reward, response tokens) of a sample with rewards: each stands at the last loss token of its turn, or at
+    the one before if the turn has none, and all other tokens have 0. A reward before the first loss token is dropped:
+    nothing that the policy did led to it.
+
+    Raises ValueError for a rollout with branches, whose tokens have no order, or with another number of turns."""
+    rollout, tokens = sample.rollout, len(sample.rollout.response_ids)
+    ends_t = rollout.turn_ends if len(sample.rewards) > 1 else (tokens,)
+    if rollout.branches or len(ends_t) != len(sample.rewards):
+        raise ValueError(
+            f"rollout {rollout.rollout_id}: {len(sample.rewards)} rewards, {len(ends_t)} turns and "
+            f"{len(rollout.branches)} branches; a critic takes one reward, or one for each turn, and no branches"
+        )
+    loss_indices = np.flatnonzero(np.array(rollout.response_mask, np.bool_))
+    rewards_r = np.zeros(tokens)
+    for reward, loss_tokens in zip(sample.rewards, np.searchsorted(loss_indices, ends_t).tolist(), strict=True):
+        if loss_tokens:
+            rewards_r[loss_indices[loss_tokens - 1]] += reward
+    starts = [0, *(np.flatnonzero(np.diff(rewards_r)) + 1).tolist()] if tokens else []
+    return list(zip(rewards_r[starts].tolist(), np.diff([*starts, tokens]).tolist(), strict=True))

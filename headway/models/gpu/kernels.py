@@ -295,13 +295,21 @@ def _chosen_logprobs_kernel(logits, targets, logprobs, entropies, sums, v, tempe
 
 
 @triton.jit
-def _chosen_logprobs_backward_kernel(logits, targets, sums, grad, v, temperature, BLOCK: tl.constexpr):
+def _chosen_logprobs_backward_kernel(
+    logits, targets, sums, entropies, grad, entropy_grad, v, temperature,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scaled = tl.load(logits + row * v + column, mask=column < v, other=0.0).to(tl.float32) / temperature
     is_target = column == tl.load(targets + row)
-    slope = tl.where(is_target, 1.0, 0.0) - tl.exp(scaled - tl.load(sums + row))
-    tl.store(logits + row * v + column, slope * (tl.load(grad + row) / temperature), mask=column < v)
+    logprob = scaled - tl.load(sums + row)
+    share = tl.exp(logprob)
+    slope = (tl.where(is_target, 1.0, 0.0) - share) * (tl.load(grad + row) / temperature)
+    if ENTROPY:
+        surprise = tl.where(share > 0, logprob, 0.0) + tl.load(entropies + row)
+        slope -= share * surprise * (tl.load(entropy_grad + row) / temperature)
+    tl.store(logits + row * v + column, slope, mask=column < v)
 
 
 def chosen_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -313,11 +321,13 @@ def chosen_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tupl
     return logprobs, entropies, sums
 
 
-def chosen_logprobs_backward(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor, temperature: float) -> None:
+def chosen_logprobs_backward(logits: Tensor, targets: Tensor, lse: Tensor, entropies, grad, entropy_grad, temperature):
     c, v = logits.shape
-    grid = (c, triton.cdiv(v, _COLUMNS))
+    grid, constants = (c, triton.cdiv(v, _COLUMNS)), {"ENTROPY": entropy_grad is not None, "BLOCK": _COLUMNS}
+    grad = grad.contiguous()
+    tensors = (lse, entropies, grad, grad if entropy_grad is None else entropy_grad.contiguous())
     if c:
-        _chosen_logprobs_backward_kernel[grid](logits, targets, lse, grad.contiguous(), v, temperature, BLOCK=_COLUMNS)
+        _chosen_logprobs_backward_kernel[grid](logits, targets, *tensors, v, temperature, **constants)
 
 
 @triton.jit

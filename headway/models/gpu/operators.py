@@ -292,10 +292,21 @@ def _chosen_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tup
     return chosen_c, finite_cv.mul_(probabilities_cv).sum(-1).neg_(), probabilities_cv
 
 
-def _logits_gradient(targets: Tensor, probabilities_cv: Tensor, grad_c: Tensor, temperature: float) -> Tensor:
-    """d log p_y / dz = (1_y - p) / T."""
+def _logits_gradient(
+    targets: Tensor,
+    probabilities_cv: Tensor,
+    entropies_c: Tensor,
+    grad_c: Tensor,
+    entropy_grad_c: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """d log p_y / dz = (1_y - p) / T, d H / dz = -p (log p + H) / T."""
     grad_c1 = grad_c[:, None] / temperature
-    return (probabilities_cv * -grad_c1).scatter_add_(-1, targets[:, None], grad_c1)
+    out_cv = (probabilities_cv * -grad_c1).scatter_add_(-1, targets[:, None], grad_c1)
+    if entropy_grad_c is None:
+        return out_cv
+    slopes_cv = torch.xlogy(probabilities_cv, probabilities_cv).addcmul_(probabilities_cv, entropies_c[:, None])
+    return out_cv.addcmul_(slopes_cv, entropy_grad_c[:, None] / temperature, value=-1)
 
 
 def _chosen_logprobs_backward(logits: Tensor, *inputs: Any) -> None:
@@ -305,30 +316,34 @@ def _chosen_logprobs_backward(logits: Tensor, *inputs: Any) -> None:
 def _setup_logprobs(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     logits, targets, ctx.temperature = inputs
     ctx.dtype, on_cpu = logits.dtype, logits.device.type == "cpu"
-    ctx.save_for_backward(targets, output[2], None if on_cpu else logits)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(targets, output[2], output[1], None if on_cpu else logits)
+    ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
 
 
 def _logprobs_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
-    if grads[0] is None:
+    grad, entropy_grad = grads[:2]
+    if grad is None and entropy_grad is None:
         return None, None, None
-    targets, state, logits = ctx.saved_tensors
+    targets, state, entropies, logits = ctx.saved_tensors
+    grad = torch.zeros_like(entropies) if grad is None else grad
     if logits is None:
-        return _logits_gradient(targets, state, grads[0], ctx.temperature).to(ctx.dtype), None, None
+        logits_grad = _logits_gradient(targets, state, entropies, grad, entropy_grad, ctx.temperature)
+        return logits_grad.to(ctx.dtype), None, None
     logits = logits.detach()  # whose memory the gradient takes, since nothing needs them any more: both are gigabytes
-    chosen_logprobs_backward(logits, targets, state, grads[0], ctx.temperature)
+    chosen_logprobs_backward(logits, targets, state, entropies, grad, entropy_grad, ctx.temperature)
     return logits, None, None
 
 
-# (logits z [c, v], targets int64 [c], temperature T) -> log-softmax(z / T) at the targets, entropy of softmax(z / T),
-# [c] each in float32, and what the gradient needs: Triton's log sum exp(z / T) [c], plain torch the probabilities
-# [c, v]. Logits of -inf are no choice. On a GPU the gradient overwrites them.
+# (logits z [c, v], targets int64 [c], temperature T) -> log-softmax(z / T) at the targets and entropy of softmax(z / T)
+# with gradients, [c] each in float32, and what the gradient needs: Triton's log sum exp(z / T) [c], plain torch the
+# probabilities [c, v]. Logits of -inf are no choice. On a GPU the gradient overwrites them.
 chosen_logprobs = _define(
     "chosen_logprobs(Tensor logits, Tensor targets, float temperature) -> (Tensor, Tensor, Tensor)", _chosen_logprobs
 )
 chosen_logprobs_backward = _define(
-    "chosen_logprobs_backward(Tensor(a!) logits, Tensor targets, Tensor state, Tensor grad, float temperature) -> ()",
+    "chosen_logprobs_backward(Tensor(a!) logits, Tensor targets, Tensor state, Tensor entropies, Tensor grad,"
+    " Tensor? entropy_grad, float temperature) -> ()",
     _chosen_logprobs_backward,
 )
 _with_gradient(chosen_logprobs, _setup_logprobs, _logprobs_backward)

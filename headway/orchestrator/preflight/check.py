@@ -16,12 +16,11 @@ from headway.config.schema import Experiment
 from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig, adapter_size, read_config
-from headway.models.parallel.divisors import require_divisible
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.capacity import layout_findings, memory_findings, memory_places, nearest_folder
 from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
-from headway.orchestrator.preflight.devices import device_findings
+from headway.orchestrator.preflight.devices import device_findings, division_findings
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.episode import episode_findings
 from headway.orchestrator.preflight.findings import Findings
@@ -90,7 +89,6 @@ def check(
         _model,
         _reference,
         _adapter,
-        _ranks,
         _tokenizer,
         _tasks,
         _demonstrations,
@@ -189,15 +187,6 @@ def _adapter(inputs: _Inputs, findings: Findings) -> None:
             "trainer.learning_rate",
             f"{learning_rate:g} is a rate for training a whole model; adapters learn as fast at about ten times that",
         )
-
-
-def _ranks(inputs: _Inputs, findings: Findings) -> None:
-    trainer = inputs.experiment.trainer
-    _, context, experts = trainer.layout_of(len(trainer.devices))
-    for key, options in (("context_parallel", {"context": context}), ("expert_parallel", {"experts": experts})):
-        with findings.refused(f"trainer.{key}"):
-            if inputs.model is not None:
-                require_divisible(inputs.model, **options)
 
 
 def _tokenizer(inputs: _Inputs, findings: Findings) -> None:
@@ -379,9 +368,9 @@ def _sizes(inputs: _Inputs, findings: Findings) -> None:
             f"{trainer.micro_batch_tokens} is less than the longest sample ({experiment.max_sequence_tokens} tokens), "
             "which will be a micro-batch of its own",
         )
-    if experiment.algorithm.proximal == "current" and parts > 1:
+    if experiment.algorithm.proximal == "current" and trainer.updates_per_batch > 1:
         findings.warning("algorithm.proximal", "'current' with several optimiser steps per batch clips nothing")
-    if trainer.warmup_steps >= experiment.run.steps:
+    if trainer.warmup[1] >= experiment.run.steps:
         findings.warning("trainer.warmup_steps", "the run ends before the learning rate has warmed up")
     train = (inputs.tasks or {}).get("train")
     if train is not None and len(train) < queue.groups_per_step:
@@ -404,12 +393,13 @@ def _deadlocks(experiment: Experiment, findings: Findings) -> None:
             f"{kv_tokens} can't hold one rollout of {experiment.max_sequence_tokens} tokens: it would wait forever",
         )
     rules = [experiment.rules.algorithms[rule] for rule in experiment.rules.used]
-    compares = [r.advantage != "batch_mean_std" and r.policy_coefficient > 0 and not r.teacher for r in rules]
+    without_group = ("batch_mean_std", "gae")
+    compares = [r.advantage not in without_group and r.policy_coefficient > 0 and not r.teacher for r in rules]
     if experiment.rollout.group_size < 2 and any(compares):
         findings.error(
             "rollout.group_size",
             "1: advantages compare the members of a group, so all would be 0; valid: 2 or more, "
-            "algorithm.advantage = 'batch_mean_std', or a teacher",
+            "algorithm.advantage = 'batch_mean_std' or 'gae', or a teacher",
         )
 
 
@@ -429,6 +419,8 @@ def _functions(inputs: _Inputs, findings: Findings) -> None:
 
 def _devices(inputs: _Inputs, findings: Findings) -> None:
     findings += device_findings(inputs.experiment, inputs.machine)
+    if inputs.model is not None:
+        findings += division_findings(inputs.experiment.trainer, inputs.model)
 
 
 def _engine(inputs: _Inputs, findings: Findings) -> None:

@@ -6,7 +6,11 @@ import json
 from itertools import combinations
 
 from headway.config.auto import Machine, replicas
-from headway.config.schema import Experiment
+from headway.config.consistency import MUON_OF_TRANSFORMERS
+from headway.config.schema import Experiment, TrainerConfig
+from headway.models.configuration import DecoderConfig
+from headway.models.hf.configuration import HfConfig
+from headway.models.parallel.divisors import require_divisible
 from headway.orchestrator.preflight.findings import Findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, cuda_device_count, parse_device
@@ -29,6 +33,18 @@ def device_findings(experiment: Experiment, machine: Machine) -> Findings:
                 keyed_devices.append((key, device))
     _check_sides(experiment, keyed_devices, findings)
     _check_gpus(experiment, keyed_devices, machine, findings)
+    return findings
+
+
+def division_findings(settings: TrainerConfig, model: DecoderConfig | HfConfig) -> Findings:
+    """Check that the ranks of ``settings`` can divide ``model``, and that its optimiser knows the model's matrices."""
+    findings = Findings()
+    if settings.optimizer == "muon" and isinstance(model, HfConfig):
+        findings.error("trainer.optimizer", MUON_OF_TRANSFORMERS)
+    _, context, experts = settings.layout_of(len(settings.devices))
+    for key, options in (("context_parallel", {"context": context}), ("expert_parallel", {"experts": experts})):
+        with findings.refused(f"trainer.{key}"):
+            require_divisible(model, **options)
     return findings
 
 

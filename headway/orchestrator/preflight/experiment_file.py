@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from headway.config.auto import AUTO, Machine, resolve
 from headway.config.load import apply_overrides, read_toml, validate_experiment
+from headway.config.objective.critic import ADAPTER, TRUNK
 from headway.config.schema import Experiment
 from headway.models.hf.configuration import implementation_of
 from headway.models.hf.downloads import model_folder
@@ -62,6 +63,12 @@ def prepared(
         weights = not machine.described and "address" not in teacher
         folder = model_folder(teacher["path"], stored=stored_folder, weights=weights, key=f"teachers.{name}.path")
         raw = raw | {"teachers": raw["teachers"] | {name: teacher | {"path": folder}}}
+    critic = raw.get("critic")
+    path = critic.get("path", TRUNK) if isinstance(critic, dict) else TRUNK
+    if isinstance(critic, dict) and isinstance(path, str) and path not in (TRUNK, ADAPTER):
+        stored_folder = str(stored_experiment["critic"]["path"]) if stored_experiment else ""
+        folder = model_folder(path, stored=stored_folder, weights=not machine.described, key="critic.path")
+        raw = raw | {"critic": critic | {"path": folder}}
     resolved = resolve(raw, machine, in_transformers=_in_transformers(model), kept=stored_experiment)
     if ranks_of == "sft":
         resolved = _with_ranks_of_sft(resolved)

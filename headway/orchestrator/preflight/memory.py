@@ -11,11 +11,13 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   keeps weights and KV as ``generator.dtype`` has them; with ``tensor_parallel_size`` each GPU has its share of both
 - teacher's replica: the same for one sequence, without what new versions need
 - trainer rank: float32 weights, gradients and two moments 16·P, in bfloat16 (`trainer/master_weights.py`) the weights
-  once more, 18·P; beside an adapter of A weights b·P, quantised P or 0.57·P, and 16·A or 18·A; the reference model P·b;
-  activations of a micro-batch (`ModelSizes.activation_bytes`,
-  `score_bytes`); logits of one chunk. Copies sum gradients in one more copy of up to 2^26 of them, or of the largest
-  matrix. With ``shards`` a rank has 1/shards of weights, gradients and moments, in float32 alone; beside them what is
-  outside of the layers is complete, and three layers, with the gradients of one of both (trainer/sharding.py).
+  once more, 18·P; under Muon one moment of each weight in layers; beside an adapter of A weights b·P, quantised P or
+  0.57·P, and 16·A or 18·A; a critic's own network as the trained model, beside it; the reference model P·b, as a
+  moving average 4·P or 6·P; activations of a micro-batch
+  (`ModelSizes.activation_bytes`, `score_bytes`); logits of one chunk. Copies sum gradients in one more copy of up to
+  2^26 of them, or of the largest matrix. With ``shards`` a rank has 1/shards of weights, gradients and moments, in
+  float32 alone; beside them what is outside of the layers is complete, and three layers, with the gradients of one of
+  both (trainer/sharding.py).
   ``context_parallel`` ranks are shards too, and each has its part of a micro-batch's tokens; of ``expert_parallel``
   ranks each gathers its experts alone. ``host_memory`` has the moments in the machine's memory, or all that is divided
 - a GPU that both sides share under ``run.offload``: the larger side alone, and both contexts; what they offload is in
@@ -24,7 +26,8 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   system shows them once more in every process that reads them. The trainer's GPU has a snapshot, P·b, until it is
   copied: in the memory of the gradients, which are freed then. `capacity.exports_weights` says where the GPU has
   the versions
-- checkpoints: 12·P each (12·A; weights and two moments), one more than is kept while it is written, the best twice
+- checkpoints: 12·P each (12·A; weights and two moments), 16·P with averages, and 12·P of a critic's own network, one
+  more than is kept while it is written, the best twice
 - buffer: payloads stay until a durable checkpoint covers them, ~14 bytes a token
 - kept sets: the ids of every response token where top_p or top_k leave some out, as many as
   ``truncation_support_tokens`` allows, in open rollouts, in the buffer and in the batch that each trainer rank is sent
@@ -43,6 +46,7 @@ from typing import NamedTuple
 
 from headway.config.engines import starts_vllm
 from headway.config.external_models import SELF
+from headway.config.objective.critic import ADAPTER, GAE, TRUNK
 from headway.config.schema import Experiment, TrainerConfig
 from headway.generator.engines.torch.block_pool import BLOCK_TOKENS, whole_blocks
 from headway.models.adapter_targets import adapted_targets
@@ -74,6 +78,7 @@ CUDA_CONTEXT_BYTES = 740 << 20  # of GPU memory, for the context and its librari
 _QUANTISED_BYTES_OF_WEIGHT = {"8bit": 1.02, "4bit": 0.57}  # in a trainer, with the scales of blocks
 _PUBLISHED_VERSIONS = 3  # slots of weights/shared_memory.py
 _LOGIT_COPIES = 5  # of a CPU's chunk: logits, log-softmax, entropy's two, a gradient; 4 bytes each; a GPU's: 1
+_ENTROPY_COPIES = 2  # of a CPU's chunk more: entropy's slopes and the sum of both gradients
 _KEPT_LOGIT_BYTES = 5  # of a logit over a kept set: once more, masked, and the mask
 _SAMPLING_BYTES = 20  # of one logit: log-softmax and probabilities in float32, their sums in float64, the logits
 _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-probability, mask as Python objects
@@ -115,6 +120,9 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     workers, kept_checkpoints = experiment.verifier.workers, experiment.checkpoint.keep_last + 1
     trained_rollouts = uncovered_groups(experiment) * experiment.largest_group
     trained_tokens = trained_rollouts * experiment.max_sequence_tokens
+    checkpoint_bytes = kept_checkpoints * _saved_bytes(experiment, model, weight_count)
+    if (critic := critic_network(experiment)) is not None:
+        checkpoint_bytes += kept_checkpoints * _saved_bytes(*critic, trained_weights(*critic))
     published_bytes = _PUBLISHED_VERSIONS * weight_count * bytes_of(experiment.generator.dtype)
     experts, set_bytes = expert_bytes(experiment), kept_set_bytes(experiment, model)
     open_sets, all_sets = _of_sets(set_bytes * open_rollouts), _of_sets(set_bytes * (trained_rollouts + open_rollouts))
@@ -125,7 +133,7 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
         (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
         *([] if experiment.control.mode == "off" else [controller_use]),
         *(("published weights", location, {"versions": published_bytes}) for location in _published_to(experiment)),
-        ("checkpoints", run, {"checkpoints": kept_checkpoints * 12 * weight_count, "best": 2 * 4 * weight_count}),
+        ("checkpoints", run, {"checkpoints": checkpoint_bytes, "best": 2 * 4 * weight_count}),
         ("buffer", run, {"payloads": (trained_tokens + open_tokens) * (_TOKEN_BYTES_ON_DISK + experts)} | all_sets),
         *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]
@@ -273,13 +281,15 @@ def _trainers(experiment: Experiment, model: ModelSizes) -> Iterator[MemoryUse]:
     settings = experiment.trainer
     sample_count = experiment.queue.groups_per_step * experiment.largest_group
     device_parts, moved_parts = trainer_parts(experiment, model)
+    critic = critic_network(experiment)
     writers = 1 if experiment.model.adapter is not None else RankLayout.of(settings).ranks
     for rank, device in enumerate(settings.devices):
         host_parts = {"base": BASE_BYTES["trainer"]} | moved_parts
         host_parts |= _of_sets(sample_count * kept_set_bytes(experiment, model))
         host_parts |= _of_grammars(experiment) if experiment.kept_sets else {}
         if not experiment.run.offload and rank < writers:  # the copy that is written beside the next steps
-            host_parts["checkpoint"] = 3 * (device_parts | moved_parts)["AdamW"] // 2
+            networks = [(experiment, model), *([critic] if critic is not None else [])]
+            host_parts["checkpoint"] = sum(_saved_bytes(*network, _own_count(*network)) for network in networks)
         yield from _on_device(experiment, f"trainer-{rank}", device, device_parts, host_parts)
 
 
@@ -287,27 +297,16 @@ def trainer_parts(experiment: Experiment, model: ModelSizes) -> tuple[dict[str, 
     """The bytes that a trainer rank needs on its device, and those that ``trainer.host_memory`` has in the machine's
     memory instead."""
     settings, is_adapted, width = experiment.trainer, experiment.model.adapter is not None, _trainer_width(experiment)
-    ranks, layout = len(settings.devices), RankLayout.of(settings)
+    layout = RankLayout.of(settings)
     gathers = max(layout) > 1 or settings.host_memory == "all"
-    experts = sum(layer.experts for layer in model.layers)
-    matrix_bytes = _QUANTISED_BYTES_OF_WEIGHT.get(experiment.model.quantization or "", width)
-    matrix_count = layout.rows_of(model.parameters - experts - model.outside, experts)
-    base_bytes = width * layout.rows_of(model.outside) + round(matrix_bytes * matrix_count) if is_adapted else 0
-    # Masters, and the weights that the model computes with where these aren't gathered from them.
-    master_bytes = 4 + (width if settings.dtype != "float32" and (is_adapted or not gathers) else 0)
-    own_count = (
-        trained_weights(experiment, model) if is_adapted else layout.rows_of(model.parameters - experts, experts)
-    )
-    is_summed = ranks > (1 if is_adapted else layout.ranks)
-    summed_count = min(own_count, max(_SUMMED_VALUES, model.outside)) if is_summed else 0
-    parts = {
-        "weights": base_bytes + master_bytes * own_count,
-        "gradients": 4 * (own_count + summed_count),
-        "AdamW": 8 * own_count,
-        **_batch_parts(experiment, model, layout),
-    }
-    if gathers:
-        parts["gathered"] = _gathered_bytes(model, layout, width, trains=not is_adapted)
+    parts = _trained_parts(experiment, model, layout) | _batch_parts(experiment, model, layout)
+    if experiment.algorithm.advantage == GAE:
+        # hidden states that the head reads in float32, the head and its moments
+        parts["critic"] = 4 * model.width * (_rank_tokens(experiment, layout) + 4)
+    if (critic := critic_network(experiment)) is not None:
+        for name, size in _trained_parts(*critic, layout).items():
+            parts[name] += size
+        parts["activations"] = max(parts["activations"], _batch_parts(*critic, layout)["activations"])
     frozen_folders = {f"teacher {name}": t.path for name, t in experiment.used_teachers.items() if not t.scores}
     if any(rule.kl_coefficient > 0 for rule in experiment.rules.algorithms):
         frozen_folders["reference"] = experiment.model.reference or experiment.model.path
@@ -316,11 +315,67 @@ def trainer_parts(experiment: Experiment, model: ModelSizes) -> tuple[dict[str, 
         if folder == SELF or (is_adapted and Path(folder) == Path(experiment.model.path)):
             parts[name] = 0
             continue
-        sizes = model if folder == experiment.model.path else sizes_of(folder)
-        parts[name] = width * layout.rows_of(sizes.parameters)
+        sizes, weight_bytes = model if folder == experiment.model.path else sizes_of(folder), width
+        if name == "reference" and experiment.algorithm.reference_decay is not None:
+            # averages in float32, and beside them what the model computes with
+            weight_bytes = 4 + (width if settings.dtype != "float32" and not gathers else 0)
+        parts[name] = weight_bytes * layout.rows_of(sizes.parameters)
         parts[name] += _gathered_bytes(sizes, layout, width, trains=False) if gathers else 0
     moved_names = {"none": (), "optimiser": ("AdamW",), "all": ("weights", "gradients", "AdamW")}[settings.host_memory]
     return parts, {name: parts.pop(name) for name in moved_names}
+
+
+def critic_network(experiment: Experiment) -> tuple[Experiment, ModelSizes] | None:
+    """The experiment with the critic's own network as the model, and its sizes; None: it has none."""
+    path, chosen = experiment.critic.path, experiment.model
+    if experiment.algorithm.advantage != GAE or path == TRUNK:
+        return None
+    if path != ADAPTER:
+        chosen = chosen.model_copy(update={"path": path, "adapter": None, "quantization": None})
+    update = {"model": chosen, "trainer": experiment.trainer.model_copy(update={"optimizer": "adamw"})}
+    return experiment.model_copy(update=update), sizes_of(chosen.path)
+
+
+def _trained_parts(experiment: Experiment, model: ModelSizes, layout: RankLayout) -> dict[str, int]:
+    """The bytes of a model in training, or of one with an adapter, on a rank: weights, gradients and moments."""
+    settings, is_adapted, width = experiment.trainer, experiment.model.adapter is not None, _trainer_width(experiment)
+    ranks, gathers = len(settings.devices), max(layout) > 1 or settings.host_memory == "all"
+    experts = sum(layer.experts for layer in model.layers)
+    matrix_bytes = _QUANTISED_BYTES_OF_WEIGHT.get(experiment.model.quantization or "", width)
+    matrix_count = layout.rows_of(model.parameters - experts - model.outside, experts)
+    base_bytes = width * layout.rows_of(model.outside) + round(matrix_bytes * matrix_count) if is_adapted else 0
+    # Masters, and the weights that the model computes with where these aren't gathered from them.
+    master_bytes = 4 + (width if settings.dtype != "float32" and (is_adapted or not gathers) else 0)
+    own_count = _own_count(experiment, model)
+    is_summed = ranks > (1 if is_adapted else layout.ranks)
+    summed_count = min(own_count, max(_SUMMED_VALUES, model.outside)) if is_summed else 0
+    parts = {
+        "weights": base_bytes + master_bytes * own_count,
+        "gradients": 4 * (own_count + summed_count),
+        "AdamW": _moment_bytes(experiment, model, own_count),
+    }
+    if gathers:
+        parts["gathered"] = _gathered_bytes(model, layout, width, trains=not is_adapted)
+    return parts
+
+
+def _own_count(experiment: Experiment, model: ModelSizes) -> int:
+    """A rank's part of the trained weights."""
+    if experiment.model.adapter is not None:
+        return trained_weights(experiment, model)
+    experts = sum(layer.experts for layer in model.layers)
+    return RankLayout.of(experiment.trainer).rows_of(model.parameters - experts, experts)
+
+
+def _moment_bytes(experiment: Experiment, model: ModelSizes, weights: int) -> int:
+    """Bytes of the moments of ``weights``: two of each, but one of those in layers under Muon."""
+    return 8 * weights - (4 * (weights - model.outside) if experiment.trainer.optimizer == "muon" else 0)
+
+
+def _saved_bytes(experiment: Experiment, model: ModelSizes, weights: int) -> int:
+    """Bytes of ``weights`` in a checkpoint, with their averages and moments."""
+    averages = 1 if experiment.algorithm.reference_decay is None else 2
+    return 4 * averages * weights + _moment_bytes(experiment, model, weights)
 
 
 class RankLayout(NamedTuple):
@@ -379,7 +434,8 @@ def _batch_parts(experiment: Experiment, model: ModelSizes, layout: RankLayout) 
     if layout.experts > 1:  # the rows that a layer exchanges, and their gradients
         activation_bytes += 4 * batch_tokens * model.routed * model.width * width
     in_place = parse_device(split_node(settings.devices[0])[1]).kind != "cpu" and not experiment.kept_sets
-    logit_bytes = width if in_place else 4 * _LOGIT_COPIES + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)
+    copies = _LOGIT_COPIES + (_ENTROPY_COPIES if experiment.algorithm.entropy_coefficient else 0)
+    logit_bytes = width if in_place else 4 * copies + (_KEPT_LOGIT_BYTES if experiment.kept_sets else 0)
     logit_count = min(logit_rows(model.vocabulary_size, on_gpu=in_place), batch_tokens) * model.vocabulary_size
     return {"activations": activation_bytes, "logits": logit_count * logit_bytes}
 

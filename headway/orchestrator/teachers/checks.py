@@ -1,4 +1,4 @@
-"""Checks of teachers before a run: tokenizers, templates, contexts and sizes."""
+"""Checks of teachers, and of a critic's folder, before a run: tokenizers, templates, contexts and sizes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 
 from headway.config.engines import VLLM_CPU_HEAD_SIZES, cpu_refusal
 from headway.config.external_models import SELF, TeacherConfig
+from headway.config.load import model_folders
 from headway.config.model import ModelConfig
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
-from headway.models.hf.configuration import read_config
+from headway.models.hf.configuration import HfConfig, read_config
 from headway.orchestrator.teachers.replicas import teacher_experiment
 from headway.orchestrator.teachers.stage import context_ids
 from headway.records.errors import ConfigurationError
@@ -21,15 +22,18 @@ _PROBE = ("What is 2 + 3?", "5", "And 4 + 4?")  # messages of a conversation
 
 
 def require_teachers(experiment: Experiment, tokenizer: Tokenizer, tasks: Iterable[Task]) -> None:
-    """Raise ConfigurationError, naming the key, for a teacher that reads tokens otherwise than the policy, or whose
-    context some training task can't fill."""
+    """Raise ConfigurationError, naming the key, for a teacher or a critic that reads tokens otherwise than the policy,
+    or a teacher whose context some training task can't fill."""
     tasks, rules = list(tasks), experiment.rules
+    if (folder := model_folders(experiment).get("critic.path", experiment.model.path)) != experiment.model.path:
+        _require_length("critic", folder, experiment, experiment.max_sequence_tokens)
+        _require_same_tokens("critic", folder, experiment, tokenizer)
     for name, teacher in experiment.used_teachers.items():
         key = f"teachers.{name}"
         if teacher.path != SELF:
             _require_computable(key, teacher, experiment)
         if teacher.path not in (SELF, experiment.model.path):
-            _require_same_tokens(key, teacher, experiment, tokenizer)
+            _require_same_tokens(key, teacher.path, experiment, tokenizer)
         folder = experiment.model.path if teacher.path == SELF else teacher.path
         vocabulary = read_config(ModelConfig(path=folder)).vocabulary_size
         if (teacher.top_k or 0) > vocabulary:
@@ -44,33 +48,40 @@ def require_teachers(experiment: Experiment, tokenizer: Tokenizer, tasks: Iterab
 
 
 def _require_computable(key: str, teacher: TeacherConfig, experiment: Experiment) -> None:
-    if not Path(teacher.path).is_dir():
-        raise ConfigurationError(f"{key}.path = {teacher.path!r}: valid: the folder of a model, or 'self'")
     reader = teacher_experiment(experiment, teacher) if teacher.devices else experiment
-    model, settings = read_config(ModelConfig(path=teacher.path)), reader.generator
-    if model.max_positions < reader.max_sequence_tokens:
-        suffix = "" if reader.max_sequence_tokens == experiment.max_sequence_tokens else ", and one more for vLLM"
-        raise ConfigurationError(
-            f"{key}.path = {teacher.path!r} reads {model.max_positions} tokens, and rollouts have up to "
-            f"{experiment.max_sequence_tokens} (rollout.max_prompt_tokens and max_response_tokens){suffix}"
-        )
+    model, settings = _require_length(key, teacher.path, experiment, reader.max_sequence_tokens), reader.generator
     head_dim = model.head_dim if isinstance(model, DecoderConfig) else VLLM_CPU_HEAD_SIZES[0]
     if teacher.devices and (refusal := cpu_refusal(settings.engine, settings.devices, head_dim, adapted_mixture=False)):
         raise ConfigurationError(f"{key}.devices = {list(teacher.devices)} with generator.engine = {refusal}")
 
 
-def _require_same_tokens(key: str, teacher: TeacherConfig, experiment: Experiment, tokenizer: Tokenizer) -> None:
-    theirs = Tokenizer.load(teacher.path, chat=experiment.uses_chat, arguments=experiment.model.chat_template_kwargs)
+def _require_length(key: str, path: str, experiment: Experiment, needed_tokens: int) -> DecoderConfig | HfConfig:
+    """Return the configuration of the model in ``path``, which reads ``needed_tokens``. Raises ConfigurationError."""
+    if not Path(path).is_dir():
+        further = "" if key == "critic" else ", or 'self'"
+        raise ConfigurationError(f"{key}.path = {path!r}: valid: the folder of a model{further}")
+    model = read_config(ModelConfig(path=path))
+    if model.max_positions < needed_tokens:
+        suffix = "" if needed_tokens == experiment.max_sequence_tokens else ", and one more for vLLM"
+        raise ConfigurationError(
+            f"{key}.path = {path!r} reads {model.max_positions} tokens, and rollouts have up to "
+            f"{experiment.max_sequence_tokens} (rollout.max_prompt_tokens and max_response_tokens){suffix}"
+        )
+    return model
+
+
+def _require_same_tokens(key: str, path: str, experiment: Experiment, tokenizer: Tokenizer) -> None:
+    theirs = Tokenizer.load(path, chat=experiment.uses_chat, arguments=experiment.model.chat_template_kwargs)
     for token_id in range(tokenizer.vocabulary_size):
         text, other_text = tokenizer.token(token_id), theirs.token(token_id)
         if text != other_text:
             raise ConfigurationError(
-                f"{key}.path = {teacher.path!r} has another tokenizer: id {token_id} is {other_text!r} there, and "
+                f"{key}.path = {path!r} has another tokenizer: id {token_id} is {other_text!r} there, and "
                 f"{text!r} in the model's"
             )
     template = "chat" if experiment.uses_chat else "raw"
     if template == "chat" and theirs.chat_template is None:
-        raise ConfigurationError(f"{key}.path = {teacher.path!r} has no chat template, which the model's prompts have")
+        raise ConfigurationError(f"{key}.path = {path!r} has no chat template, which the model's prompts have")
     messages = [
         {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), _PROBE, strict=True)
     ]
@@ -78,6 +89,6 @@ def _require_same_tokens(key: str, teacher: TeacherConfig, experiment: Experimen
     for probe in probes:
         if (ours := tokenizer.render(probe, template)) != (others := theirs.render(probe, template)):
             raise ConfigurationError(
-                f"{key}.path = {teacher.path!r} has another template: {tokenizer.decode(ours, keep_special=True)!r} of "
+                f"{key}.path = {path!r} has another template: {tokenizer.decode(ours, keep_special=True)!r} of "
                 f"the model is {theirs.decode(others, keep_special=True)!r} there"
             )

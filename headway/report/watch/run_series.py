@@ -29,6 +29,7 @@ _PLOTS = (  # section, title, patterns of names: the plots of several series, in
     ("Learning", "Reward", "reward/mean"),
     ("Learning", "pass@k", "reward/pass_at_*[0-9]"),
     ("Learning", "Groups without variance, truncated responses", "reward/zero_variance_share length/truncated_share"),
+    ("Learning", "Values: variance of returns that they explain, error", "loss/explained_variance loss/value_error"),
     ("Learning", "Tasks by region", "curriculum/*_tasks"),
     ("Learning", "Why tasks were drawn", "curriculum/*_draw_share"),
     ("Balance", "Who waits", "wait/*"),
@@ -64,7 +65,7 @@ _UNITS = ("samples_per_s", "tokens_per_s", "flop_per_s", "groups", "rollouts", "
 _KINDS = {
     **dict.fromkeys(("start", "resume", "interrupt", "replaying", "restored", "accounting", "end"), "restart"),
     **dict.fromkeys(("stalled", "stall_ended", "worker_stalled"), "stall"),
-    **dict.fromkeys(("alert", "alert_cleared", "step_skipped"), "alert"),
+    **dict.fromkeys(("alert", "alert_cleared", "step_skipped", "value_update_skipped"), "alert"),
     **dict.fromkeys(("control", "plan_changed", "plan_kept", "plan_outcome"), "plan"),
     **dict.fromkeys(("best", "checkpoint", "last_kept"), "update"),
     "evaluation": "evaluation",

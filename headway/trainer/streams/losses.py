@@ -20,7 +20,7 @@ from headway.config.objective.rules import STREAMS, StreamRule
 from headway.config.schema import AlgorithmConfig, Experiment
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import kl_estimate
-from headway.trainer.losses import LOSSES, LossSettings, TokenTerms, loss_settings, resolve, token_loss
+from headway.trainer.losses import LOSSES, LossSettings, TokenTerms, entropy_terms, loss_settings, resolve, token_loss
 from headway.trainer.streams.divergence import Divergence
 
 
@@ -47,10 +47,12 @@ class RuleLoss:
         """Whether the loss reads the log-probabilities at the start of the step."""
         return self.algorithm.loss not in LOSSES or self.algorithm.loss == "decoupled_ppo"
 
-    def policy_loss(self, terms: TokenTerms, reference_m: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The loss of each token, with its KL penalty, 0 where it is masked; and whether it was clipped."""
-        losses = token_loss(self.function, terms, self.settings)
-        loss_m = losses.loss_m
+    def policy_loss(self, terms: TokenTerms, entropies_m: Tensor, reference_m: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The loss of each token, with its entropy bonus and KL penalty, 0 where it is masked; and whether it was
+        clipped."""
+        trained_m, bonus_m = entropy_terms(self.algorithm, terms.logprobs_m, entropies_m)
+        losses = token_loss(self.function, replace(terms, logprobs_m=trained_m), self.settings)
+        loss_m = losses.loss_m if bonus_m is None else losses.loss_m - bonus_m
         if reference_m is not None and self.kl_coefficient > 0 and self.algorithm.kl_in == "loss":
             penalty_m = kl_estimate(self.algorithm.kl_estimator, terms.logprobs_m, reference_m, terms.behaviour_m)
             loss_m = loss_m + self.kl_coefficient * penalty_m
@@ -63,6 +65,7 @@ class ScoredTokens:
     """The scored tokens of a micro-batch."""
 
     terms: TokenTerms
+    entropies_m: Tensor
     reference_m: Tensor | None
     divergence: Divergence | None
     indices_m: IntArray  # in the flat batch
@@ -97,7 +100,7 @@ class StreamLosses:
         """Add up the losses of the tokens ``scored``. ``divides``: by the denominators of ``weights``; False: the sum
         of a part of a step, which is divided later."""
         if self.streams.single:
-            loss_m, clipped_m = self.rules[0].policy_loss(scored.terms, scored.reference_m)
+            loss_m, clipped_m = self.rules[0].policy_loss(scored.terms, scored.entropies_m, scored.reference_m)
             return StreamSum(self._weighted(loss_m, scored.sequences_m, weights[0], divides=divides), clipped_m, None)
         logprobs_m = scored.terms.logprobs_m
         losses = [scored.loss_free for _ in STREAMS]
@@ -134,7 +137,8 @@ class StreamLosses:
             assert scored.divergence is not None, "computed where a rule has a teacher"
             return scored.divergence.values_m[idx_k], scored.divergence.slopes_m[idx_k], None
         reference_k = None if scored.reference_m is None else scored.reference_m[idx_k]
-        loss_k, clipped_k = self.rules[part.rule].policy_loss(_taken(scored.terms, idx_k), reference_k)
+        terms_k = _taken(scored.terms, idx_k)
+        loss_k, clipped_k = self.rules[part.rule].policy_loss(terms_k, scored.entropies_m[idx_k], reference_k)
         return loss_k, None, clipped_k
 
     def _weighted(self, loss_k: Tensor, sequences_k: IntArray, weights: StreamWeights, *, divides: bool) -> Tensor:

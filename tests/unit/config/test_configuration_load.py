@@ -9,7 +9,7 @@ import pytest
 
 from headway.algorithms import advantages, aggregation
 from headway.config import schema
-from headway.config.load import load_experiment, require_resumable, validate_experiment
+from headway.config.load import is_resumable, load_experiment, require_resumable, validate_experiment
 from headway.config.removed import REMOVED
 from headway.config.sandbox import SandboxConfig
 from headway.records.errors import ConfigurationError
@@ -138,9 +138,9 @@ def test_dashes_are_the_users_in_names_and_underscores_in_keys(tmp_path: Path) -
 
 
 def test_a_time_limit_may_change_on_resume_but_no_parameter_of_that_name(tmp_path: Path) -> None:
-    assert schema.is_resumable("verifiers.x.timeout_s")
-    assert not schema.is_resumable("verifiers.x.parameters.timeout_s")
-    assert not schema.is_resumable("verifiers.timeout_s")
+    assert is_resumable("verifiers.x.timeout_s")
+    assert not is_resumable("verifiers.x.parameters.timeout_s")
+    assert not is_resumable("verifiers.timeout_s")
     file = tmp_path / "experiment.toml"
     text = '[run]\ndirectory = "r"\n[model]\npath = "m"\n[tasks.train]\npath = "t"\n'
     file.write_text(text + '[verifiers.x]\nname = "my:own"\nparameters = { timeout_s = 1 }\n', encoding="utf-8")

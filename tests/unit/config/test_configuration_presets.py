@@ -29,6 +29,8 @@ OTHERWISE: dict[str, Any] = {  # a valid value that no preset has
     "kl_estimator": "k3_unbiased",
     "overlong": "mask",
     "proximal": "current",
+    "gae": (0.9, 0.5),
+    "warmup_steps": 7,
 }
 
 
@@ -65,6 +67,8 @@ def test_keys_that_are_given_win(name: str, section: str, key: str) -> None:
         mine = "fixed"
     if key == "kl_in":
         return  # only together with its estimator: below
+    if (name, key) == ("vapo", "advantage"):
+        return  # only without its critic: test_configuration_critic.py
     if key == "kl_estimator" and theirs.get("kl_in") == "reward":
         return
     given = {"algorithm": {"preset": name}}
@@ -223,6 +227,31 @@ def test_updates_end_early_only_where_a_batch_has_several() -> None:
     several = {"trainer": {"optimizer_steps_per_batch": 2}}
     assert experiment(algorithm={"early_stop_ratio": 0.1}, **several)
     assert "groups_per_part" in refusal(algorithm={"early_stop_ratio": 0.1}, queue={"groups_per_part": 1}, **several)
+    assert "algorithm.early_stop_kl = 0.1 skips the later updates" in refusal(algorithm={"early_stop_kl": 0.1})
+    assert experiment(algorithm={"early_stop_kl": 0.1}, trainer={"passes": 2})
+
+
+def test_passes_need_the_whole_batch_and_count_as_optimiser_steps() -> None:
+    twice = {"trainer": {"passes": 2, "optimizer_steps_per_batch": 3}}
+    parts = refusal(queue={"groups_per_part": 1}, trainer={"passes": 2})
+    assert "trainer.passes = 2 repeats all of it" in parts
+    said = refusal(queue={"budget": 1, "max_optimizer_step_staleness": 10}, **twice)
+    assert "trainer.optimizer_steps_per_batch = 3 in trainer.passes = 2 turns a staleness of 1" in said
+    assert "up to 11; valid: queue.budget = 0" in said
+    assert experiment(queue={"budget": 1, "max_optimizer_step_staleness": 11}, **twice)
+
+
+def test_a_schedule_has_a_lowest_rate_and_a_decay_that_it_can_reach() -> None:
+    assert experiment(trainer={"schedule": "linear", "schedule_steps": [5, 9], "warmup_steps": 5})
+    wrong = refusal(trainer={"schedule": "linear", "schedule_steps": [4, 9], "warmup_steps": 5})
+    assert (
+        "trainer.schedule_steps = [4, 9]; valid: [first, last] with trainer.warmup_steps = 5 <= first < last" in wrong
+    )
+    assert "[9, 9]" in refusal(trainer={"schedule": "cosine", "schedule_steps": [9, 9]})
+    floor = {"learning_rate": 1e-3, "min_learning_rate": 1e-4}
+    assert experiment(trainer={**floor, "schedule": "cosine"})
+    assert "trainer.min_learning_rate = 0.0001" in refusal(trainer=floor)
+    assert "schedule that decays" in refusal(trainer={**floor, "learning_rate": 1e-5, "schedule": "linear"})
 
 
 def test_fixed_micro_batches_are_given_with_their_size() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from headway.config.load import flatten
+from headway.config.load import flatten, is_resumable
 from headway.config.pruning import PRUNERS
-from headway.config.schema import is_resumable
 from headway.orchestrator.task_sets import named_verifiers
 from headway.records.errors import ConfigurationError
 from tests.support.simulated_run import experiment_of

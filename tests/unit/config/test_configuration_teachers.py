@@ -61,6 +61,20 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"trainer": {"optimizer_steps_per_batch": 2}},
         "trainer.optimizer_steps_per_batch = 2; valid: 1",
     ),
+    "weights of a pass": ({"path": "self"}, {"trainer": {"passes": 3}}, "trainer.passes = 3; valid: 1"),
+    "entropy of no policy": (
+        {},
+        {"algorithm": {"teacher": "big", "policy_coefficient": 0.0, "entropy_coefficient": 0.1}},
+        "algorithm.entropy_coefficient = 0.1 is of the policy's loss, which algorithm.policy_coefficient = 0 leaves",
+    ),
+    "ratios of no policy": (
+        {},
+        {
+            "algorithm": {"teacher": "big", "policy_coefficient": 0.0, "early_stop_kl": 0.5},
+            "trainer": {"passes": 2},
+        },
+        "algorithm.early_stop_kl = 0.5 is of the policy's loss",
+    ),
     "trees with a context": (
         {"context": "{answer}"},
         {"environment": {"name": "agents:solve"}, "model": {"path": "models/small", "template": "chat"}},
@@ -114,6 +128,19 @@ def test_sampled_tokens_are_of_the_policy_stream() -> None:
 
     assert streams(divergence="sampled") == [("policy", 1.0)]
     assert streams(divergence="reverse") == [("teacher", 0.5)]
+
+
+def test_entropy_and_averages_are_of_the_sources_that_have_a_policy_and_a_penalty() -> None:
+    sources = [
+        {"path": "a.jsonl", "algorithm": {"policy_coefficient": 0.0}},
+        {"path": "b.jsonl", "algorithm": {"kl_coefficient": 0.1}},
+    ]
+    common = {"entropy_threshold": 0.5, "reference_decay": 0.9}
+    assert experiment({}, common, tasks={"train": sources}).rules.of("b.jsonl").entropy_threshold == 0.5
+    with pytest.raises(ConfigurationError, match=r"reference_decay = 0\.9 .* set algorithm\.kl_coefficient above 0"):
+        experiment({}, common, tasks={"train": sources[:1]})
+    with pytest.raises(ConfigurationError, match=r"algorithm\.entropy_threshold is common to all sources"):
+        experiment({}, tasks={"train": [{"path": "a.jsonl", "algorithm": {"entropy_threshold": 0.5}}]})
 
 
 def test_a_source_may_have_a_teacher_of_its_own() -> None:

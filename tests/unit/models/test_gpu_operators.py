@@ -58,6 +58,16 @@ def rotated(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tens
 ANGLES = normal(6, 1, 4, seed=9)
 ROTATION = ANGLES.cos(), ANGLES.sin()
 TARGETS = torch.tensor([3, 0, 10])
+OUTSIDE = (normal(3, 11, seed=1) > 0).scatter(1, TARGETS[:, None], False)
+
+
+def over_kept_ids(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the targets, and entropies, with excluded ids left out instead of set to -inf."""
+    rows = [row[~outside].log_softmax(-1) for row, outside in zip(scaled, OUTSIDE, strict=True)]
+    chosen = [row[(~outside[:target]).sum()] for row, outside, target in zip(rows, OUTSIDE, TARGETS, strict=True)]
+    return torch.stack(chosen), torch.stack([-(row.exp() * row).sum() for row in rows])
+
+
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "rms_norm": (
         lambda x, w: kernels.rms_norm(x, w, 1e-6),
@@ -97,6 +107,16 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[Tenso
     "chosen_logprobs": (
         lambda z: operators.chosen_logprobs(z, TARGETS, 0.7)[0],
         lambda z: (z / 0.7).log_softmax(-1).gather(-1, TARGETS[:, None])[:, 0],
+        (4 * normal(3, 11),),
+    ),
+    "entropies": (
+        lambda z: operators.chosen_logprobs(z, TARGETS, 0.7)[1],
+        lambda z: (z / 0.7).softmax(-1).mul((z / 0.7).log_softmax(-1)).sum(-1).neg(),
+        (4 * normal(3, 11),),
+    ),
+    "log-probabilities and entropies over kept ids": (
+        lambda z: torch.cat(kernels.target_logprobs(z, TARGETS, 0.7, OUTSIDE, torch.empty(3, dtype=torch.float64))),
+        lambda z: torch.cat(over_kept_ids(z / 0.7)),
         (4 * normal(3, 11),),
     ),
 }

@@ -98,6 +98,40 @@ def test_a_trainer_rank_on_cores(tmp_path: Path) -> None:
     assert MODEL.activation_bytes(2000, 4) == 2 * MODEL.activation_bytes(1000, 4)
 
 
+def test_what_the_optimiser_and_an_average_of_weights_add(tmp_path: Path) -> None:
+    """In bytes a weight: Muon has one moment of each in layers, an average 4 and a model of 2 that computes with it."""
+    outside = MODEL.outside
+    plain, muon = uses_of(tmp_path), uses_of(tmp_path, trainer={"optimizer": "muon"})
+    saved = {name: uses[name].parts for uses in (plain, muon) for name in uses if name.startswith("checkpoints")}
+    assert muon["trainer-0 memory"].parts["AdamW"] == 4 * PARAMETERS + 4 * outside
+    states = [uses["trainer-0 memory"].parts["checkpoint"] for uses in (plain, muon)]
+    assert states == [12 * PARAMETERS, 8 * PARAMETERS + 4 * outside]
+    assert saved
+    average = {"kl_coefficient": 0.1, "reference_decay": 0.9}
+    for dtype, reference in (("float32", 4), ("bfloat16", 6)):
+        parts = uses_of(tmp_path, algorithm=average, trainer={"dtype": dtype})["trainer-0 memory"].parts
+        assert parts["reference"] == reference * PARAMETERS
+        assert parts["checkpoint"] == 16 * PARAMETERS
+    halves = {"devices": ["cpu:0", "cpu:1"], "shards": 2, "dtype": "bfloat16"}
+    frozen, moving = (
+        uses_of(tmp_path, algorithm=algorithm, trainer=halves)["trainer-0 memory"].parts["reference"]
+        for algorithm in ({"kl_coefficient": 0.1}, average)
+    )
+    assert moving - frozen == 2 * (PARAMETERS // 2)  # its rows are float32, and their layers are gathered from them
+
+
+def test_a_teacher_and_an_average_are_both_counted(tmp_path: Path) -> None:
+    algorithm = {"kl_coefficient": 0.1, "reference_decay": 0.9, "teacher": "t"}
+    uses = uses_of(tmp_path, algorithm=algorithm, teachers={"t": {"path": "m"}}, trainer={"dtype": "bfloat16"})
+    parts = uses["trainer-0 memory"].parts
+    assert (parts["reference"], parts["teacher t"]) == (6 * PARAMETERS, 2 * PARAMETERS)
+
+
+def test_an_entropy_bonus_needs_more_of_a_chunk_of_logits(tmp_path: Path) -> None:
+    parts = uses_of(tmp_path, algorithm={"entropy_coefficient": 0.01})["trainer-0 memory"].parts
+    assert parts["logits"] == 7 * 4 * 16384 * 1000
+
+
 # --- layouts of the trainer's ranks ----------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from simulated_run import experiment_of, simulate
 
 from headway.algorithms.samples import lay_out, split_by_group
+from headway.algorithms.step_plan import pass_order
+from headway.config.schema import TrainerConfig
 from headway.orchestrator.trained_staleness import optimizer_step_staleness
 from headway.records.errors import ConfigurationError
 from headway.records.generation import VersionSpan
@@ -17,7 +20,7 @@ from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
 
 
-def experiment(updates: int, budget: int, limit: int | None = None, **queue: object):
+def experiment(updates: int, budget: int, limit: int | None = None, passes: int = 1, **queue: object):
     return experiment_of(
         Path("unused"),
         run={"steps": 6},
@@ -29,7 +32,7 @@ def experiment(updates: int, budget: int, limit: int | None = None, **queue: obj
             "max_optimizer_step_staleness": limit,
             **queue,
         },
-        trainer={"optimizer_steps_per_batch": updates},
+        trainer={"optimizer_steps_per_batch": updates, "passes": passes},
     )
 
 
@@ -55,6 +58,7 @@ def finished(index: int, version: int) -> FinishedGroup:
 @pytest.mark.slow
 @given(
     updates=st.integers(1, 4),
+    passes=st.integers(1, 3),
     budget=st.integers(0, 3),
     overdue=st.sampled_from(["wait", "drop", "mask"]),
     token_s=st.sampled_from([0.001, 0.05]),
@@ -62,18 +66,24 @@ def finished(index: int, version: int) -> FinishedGroup:
 )
 @settings(deadline=None, max_examples=30)
 def test_every_gradient_is_as_many_updates_old_as_counted_and_within_the_limit(
-    updates: int, budget: int, overdue: str, token_s: float, skipped: set[int]
+    updates: int, passes: int, budget: int, overdue: str, token_s: float, skipped: set[int]
 ):
     """Counted again from the batches that were trained, as the trainer splits them, update by update."""
-    limit = (budget + 1) * updates - 1
+    limit = (budget + 1) * passes * updates - 1
     outcome = simulate(
-        experiment(updates, budget, limit, overdue=overdue), seed=1, token_s=token_s, skip_steps=frozenset(skipped)
+        experiment(updates, budget, limit, passes, overdue=overdue),
+        seed=1,
+        token_s=token_s,
+        skip_steps=frozenset(skipped),
     )
     steps = [step for step in outcome.steps if not step.skipped]
     batches = [batch for batch, step in zip(outcome.trainer.batches, outcome.steps, strict=True) if not step.skipped]
     taken_before = [0]  # updates before each version
     for step, batch in zip(steps, batches, strict=True):
-        minibatches = split_by_group(lay_out(batch).arrays(), updates)
+        orders = [partial(pass_order, number=number, seed=1, step=batch.step) for number in range(passes)]
+        minibatches = [
+            minibatch for order in orders for minibatch in split_by_group(lay_out(batch).arrays(), updates, order)
+        ]
         ages: list[int] = []
         for number, minibatch in enumerate(minibatches):
             for at in minibatch:
@@ -81,11 +91,11 @@ def test_every_gradient_is_as_many_updates_old_as_counted_and_within_the_limit(
                 versions = [v for v in versions if overdue != "mask" or batch.step - v <= budget]
                 if versions:  # else all its tokens are masked
                     ages.append(taken_before[batch.step] + number - taken_before[min(versions)])
-        taken_before.append(taken_before[-1] + updates)  # a whole one, also of fewer groups
+        taken_before.append(taken_before[-1] + passes * updates)  # a whole one, also of fewer groups
         counted = step.optimizer_step_staleness
         assert counted.histogram == {str(age): ages.count(age) for age in sorted(set(ages))}
         assert counted.max <= limit
-        if updates == 1:
+        if updates * passes == 1:
             assert counted == step.trajectory_staleness
 
 
@@ -93,8 +103,22 @@ def test_every_gradient_is_as_many_updates_old_as_counted_and_within_the_limit(
 def test_minibatches_that_were_left_out_count_nothing(left_out: int):
     """Seven groups, one step old, in three updates of 3, 2 and 2 groups; a group has two rollouts."""
     groups = [finished(index, version=4) for index in range(7)]
-    found = optimizer_step_staleness(groups, 5, 3, left_out)
+    found = optimizer_step_staleness(groups, 5, TrainerConfig(optimizer_steps_per_batch=3), skipped=left_out)
     assert found.histogram == dict([("3", 6), ("4", 4), ("5", 4)][: 3 - left_out])
+
+
+def test_minibatches_of_later_passes_are_older_and_those_at_the_end_are_left_out() -> None:
+    """Two passes of two updates: groups of age 1 are 4 to 7 updates old, and each is counted in both passes."""
+    groups = [finished(index, version=4) for index in range(6)]
+    several = TrainerConfig(optimizer_steps_per_batch=2, passes=2)
+    assert optimizer_step_staleness(groups, 5, several).histogram == {"4": 6, "5": 6, "6": 6, "7": 6}
+    assert optimizer_step_staleness(groups, 5, several, skipped=1).histogram == {"4": 6, "5": 6, "6": 6}
+    mixed = [finished(index, version=5 if index < 3 else 4) for index in range(6)]
+    shuffled = pass_order(6, number=1, seed=3, step=5)
+    young = int((shuffled[:3] < 3).sum())
+    counted = optimizer_step_staleness(mixed, 5, several, seed=3).histogram
+    expected = {"0": 6, "2": 2 * young, "3": 6 - 2 * young, "5": 6, "6": 6 - 2 * young, "7": 2 * young}
+    assert counted == {age: rollouts for age, rollouts in expected.items() if rollouts}
 
 
 @given(updates=st.integers(1, 6), budget=st.integers(0, 6), limit=st.integers(0, 30))

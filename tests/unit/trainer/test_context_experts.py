@@ -55,6 +55,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "sequences": ("trees", GSPO),
     "masks": ("plain", MASKS),
     "updates": ("plain", {"trainer": {"optimizer_steps_per_batch": 3}, "algorithm": {"early_stop_ratio": 50.0}}),
+    "entropies": ("plain", {"algorithm": {"entropy_coefficient": 0.05, "entropy_threshold": 3.5}}),
     "in host memory": ("plain", {"trainer": {"host_memory": "all"}}),
     "fewer samples than ranks": ("few", {}),
 }

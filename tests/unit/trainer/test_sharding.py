@@ -40,10 +40,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"algorithm": {"teacher": "t"}, "teachers": {"t": {"path": "qwen3-teacher", "divergence": "sampled"}}},
     ),
     "self": ("qwen3", {"algorithm": {"teacher": "t"}, "teachers": {"t": {"path": "self"}}}),
+    "averaged reference": ("gemma3", {"algorithm": KL["algorithm"] | {"reference_decay": 0.5}}),
+    "entropies": ("qwen3", {"algorithm": {"entropy_coefficient": 0.05, "entropy_threshold": 3.5}}),
     "recomputed": ("qwen3_moe", {"trainer": {"gradient_checkpointing": "full"}}),
     "partly recomputed": ("qwen3", {"trainer": {"gradient_checkpointing": "selective"}}),
     "recomputed transformers": ("Olmo2", {"trainer": {"gradient_checkpointing": "full"}}),
     "minibatches": ("qwen3", {"trainer": {"optimizer_steps_per_batch": 2}}),
+    "passes": ("qwen3", {"trainer": {"optimizer_steps_per_batch": 2, "passes": 2}}),
     "in host memory": ("qwen3", {"trainer": {"host_memory": "all"}}),
     "moments in host memory": ("qwen3", {"trainer": {"host_memory": "optimiser"}}),
 }

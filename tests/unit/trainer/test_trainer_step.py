@@ -303,3 +303,19 @@ def test_schedules() -> None:
     assert rates("constant") == [0.5, 1, 1, 1, 1, 1, 1, 1]
     assert rates("linear") == pytest.approx([0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0])
     assert rates("cosine") == pytest.approx([0.5, 1, 1, 0.853553, 0.5, 0.146447, 0, 0], abs=1e-6)
+
+
+def test_a_schedule_stays_at_its_peak_and_ends_at_the_lowest_rate() -> None:
+    def rates(schedule: str, **keys: object) -> list[float]:
+        settings = TrainerConfig(learning_rate=1.0, warmup_steps=2, schedule=schedule, **keys)  # type: ignore[arg-type]
+        first, last = settings.decay_steps(8)
+        lowest = settings.min_learning_rate
+        return [learning_rate(step, settings, last, first, lowest=lowest) for step in range(10)]
+
+    stable = [0.5, 1, 1, 1, 1]
+    assert rates("linear", schedule_steps=(4, 8)) == pytest.approx([*stable, 0.75, 0.5, 0.25, 0, 0])
+    floored = rates("linear", schedule_steps=(4, 8), min_learning_rate=0.2)
+    assert floored == pytest.approx([*stable, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert rates("cosine", schedule_steps=6, min_learning_rate=0.2) == pytest.approx(
+        [0.5, 1, 1, 0.2 + 0.8 * 0.853553, 0.6, 0.2 + 0.8 * 0.146447, 0.2, 0.2, 0.2, 0.2], abs=1e-6
+    )

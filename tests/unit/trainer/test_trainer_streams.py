@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from objective_definition import gradient, on_ranks
 from tiny_trainer import VOCABULARY, Context, make_batch, make_experiment, make_model
 
-from headway.algorithms.samples import build_arrays, lay_out
+from headway.algorithms.samples import build_arrays, lay_out, split_by_group
+from headway.algorithms.step_plan import pass_order
 from headway.config import load
 from headway.config.objective.rules import DEMONSTRATION, STREAMS
 from headway.records.generation import VersionSpan
@@ -74,7 +76,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def service(path: str, sources: list[dict[str, Any]] = SOURCES, **sections: Any) -> TrainerService:
     sections["tasks"] = {"train": sources}
     sections.setdefault("demonstrations", {"data": "rows.jsonl", "coefficient": 0.75})
-    sections["algorithm"] = {"loss": "ppo_clip"}
+    sections["algorithm"] = {"loss": "ppo_clip"} | sections.get("algorithm", {})
     sections["teachers"] = {"t": {"path": path}}
     raw = make_experiment(path, Path("/nowhere"), **sections)
     trainer = TrainerService(Context, experiment=raw, run_id="test")
@@ -167,7 +169,9 @@ def defined(path: str, batch: TrainBatch, trainer: TrainerService) -> tuple[torc
         for sequence in response["sequences"]:
             ids = torch.tensor(sequence["ids"])
             logits = model.head(model.forward_packed(ids, [len(ids)]))
-            sequence["logprobs"] = torch.log_softmax(logits[:-1], -1)[torch.arange(len(ids) - 1), ids[1:]]
+            logprobs_v = torch.log_softmax(logits[:-1], -1)
+            sequence["logprobs"] = logprobs_v[torch.arange(len(ids) - 1), ids[1:]]
+            sequence["entropies"] = -(logprobs_v.exp() * logprobs_v).sum(-1)
             for kind in ("sampled", "imitated"):
                 sequence[kind] = torch.tensor(sequence[kind][1:])
     total, figures = torch.zeros((), dtype=torch.float64), np.zeros((3, 3))
@@ -181,14 +185,16 @@ def defined(path: str, batch: TrainBatch, trainer: TrainerService) -> tuple[torc
             weight = coefficient / max(1, counted[aggregation])
             weight /= max(1, count) if aggregation == "seq_mean_token_mean" else 1
             for sequence in response["sequences"]:
-                loss_k, logprobs_k = token_losses(name, response, sequence, sequence[kind])
+                loss_k, logprobs_k = token_losses(name, response, sequence, sequence[kind], trainer)
                 (slope_k,) = torch.autograd.grad(loss_k.sum(), logprobs_k, retain_graph=True)
                 total = total + weight * loss_k.sum()
                 figures[stream] += [weight * loss_k.sum().item(), len(loss_k), weight * float(slope_k.abs().sum())]
     return torch.cat([g.flatten() for g in torch.autograd.grad(total, parameters)]), figures
 
 
-def token_losses(name: str, response: Any, sequence: Any, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_losses(
+    name: str, response: Any, sequence: Any, chosen: torch.Tensor, trainer: TrainerService
+) -> tuple[torch.Tensor, torch.Tensor]:
     logprobs_k = sequence["logprobs"][chosen]
     if name == "imitate":
         return -logprobs_k, logprobs_k
@@ -196,13 +202,16 @@ def token_losses(name: str, response: Any, sequence: Any, chosen: torch.Tensor) 
         ids = np.array(sequence["ids"][1:])[chosen.numpy()]
         return (logprobs_k - torch.from_numpy(aimed(ids))) ** 2, logprobs_k
     behaviour_k = torch.tensor(sequence["behaviour"][1:], dtype=torch.float64)[chosen]
+    algorithm, entropies_k = trainer.policy.algorithm, sequence["entropies"][chosen]
+    is_uncertain_k = entropies_k >= (algorithm.entropy_threshold or 0.0)
     terms = losses.TokenTerms(
-        logprobs_m=logprobs_k,
+        logprobs_m=torch.where(is_uncertain_k, logprobs_k, logprobs_k.detach()),
         proximal_m=logprobs_k.detach(),
         behaviour_m=behaviour_k,
         advantages_m=torch.full_like(logprobs_k, response["advantage"]),
     )
-    return losses.LOSSES[LOSS[response["rule"]]](terms, losses.LossSettings()).loss_m, logprobs_k
+    loss_k = losses.LOSSES[LOSS[response["rule"]]](terms, losses.LossSettings()).loss_m
+    return loss_k - algorithm.entropy_coefficient * entropies_k, logprobs_k
 
 
 def require_close(actual: Any, expected: Any, limit: float = 2e-6) -> None:
@@ -217,13 +226,18 @@ PACKINGS = [
 ]
 
 
+ENTROPY = {"entropy_coefficient": 0.2, "entropy_threshold": 3.1}
+
+
 @pytest.mark.parametrize("packing", PACKINGS, ids=lambda packing: packing["packing"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gradient_and_figures_equal_the_definition(model: str, packing: dict[str, Any], ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "algorithm"), [(1, {}), (2, {}), (4, {}), (1, ENTROPY), (2, ENTROPY)])
+def test_gradient_and_figures_equal_the_definition(
+    model: str, packing: dict[str, Any], ranks: int, algorithm: dict[str, Any]
+) -> None:
     batch = mixed_batch(ranks)
-    expected, figures = defined(model, batch, service(model))
+    expected, figures = defined(model, batch, service(model, algorithm=algorithm))
     assert (figures[:, 1] > 3).all(), "every stream has tokens"
-    trainers = [service(model, trainer=packing) for _ in range(ranks)]
+    trainers = [service(model, trainer=packing, algorithm=algorithm) for _ in range(ranks)]
 
     def accumulate(trainer: TrainerService, share: Any) -> tuple[torch.Tensor, Any]:
         progress = trainer.policy.accumulate_gradients(share(batch).arrays())
@@ -317,13 +331,56 @@ def test_masks_ratios_and_alerts_look_at_sampled_tokens_of_the_policy_stream_alo
 def test_minibatches_share_the_demonstrations(model: str) -> None:
     batch = mixed_batch(11, rules=(0, 0, 1, 1), demonstrations=4)
     trainer = service(model, trainer={"optimizer_steps_per_batch": 2})
-    from headway.algorithms.samples import split_by_group
-
     arrays = build_arrays(batch)
     assert arrays.rules_s is not None
     counts = [int((arrays.rules_s[part] == DEMONSTRATION).sum()) for part in split_by_group(arrays, 2)]
     assert counts == [2, 2]
     assert trainer.train_step(lay_out(batch)).version == 1
+
+
+def test_entropy_is_of_the_policy_stream_alone(model: str) -> None:
+    """Without a token of it the bonus has no gradient, and the threshold's share is of its tokens."""
+    imitated = mixed_batch(17, rules=(2, 2))
+    assert torch.equal(*(gradient(service(model, algorithm=keys), build_arrays(imitated)) for keys in ({}, ENTROPY)))
+    batch = mixed_batch(17)
+    sampled = msgspec.structs.replace(batch, demonstrations=(), samples=tuple(s for s in batch.samples if s.rule < 2))
+    shares = [
+        service(model, algorithm=ENTROPY).train_step(lay_out(trained)).metrics["low_entropy_share"]
+        for trained in (batch, sampled)
+    ]
+    assert 0.1 < shares[0] < 0.9
+    assert shares[0] == pytest.approx(shares[1])
+
+
+def test_a_second_pass_is_a_second_step_of_all_streams(model: str) -> None:
+    batch, settings = mixed_batch(19), {"learning_rate": 1e-2}
+    twice, by_steps = service(model, trainer={"passes": 2, **settings}), service(model, trainer=settings)
+    report, first = (trainer.train_step(lay_out(batch)) for trainer in (twice, by_steps))
+    by_steps.train_step(lay_out(msgspec.structs.replace(batch, step=1)))
+    for one, other in zip(twice.learner.parameters, by_steps.learner.parameters, strict=True):
+        assert torch.equal(one, other)
+    names = [name for name in first.metrics if name.startswith("stream_")]
+    assert len(names) == 9
+    assert {name: report.metrics[name] for name in names} == {name: first.metrics[name] for name in names}
+
+
+def test_later_passes_shuffle_groups_and_demonstrations(model: str) -> None:
+    arrays = build_arrays(mixed_batch(23, rules=(0, 1, 0, 1, 2, 0), demonstrations=6))
+    assert arrays.rules_s is not None
+    splits = []
+    for number in range(3):
+        order = partial(pass_order, number=number, seed=0, step=5)
+        minibatches = split_by_group(arrays, 3, order)
+        assert sorted(np.concatenate(minibatches).tolist()) == list(range(arrays.samples))
+        for minibatch in minibatches:
+            numbers = np.unique(arrays.groups_s[minibatch])
+            assert ((numbers < 0).sum(), (numbers >= 0).sum()) == (2, 2)
+            assert np.isin(arrays.groups_s, numbers).sum() == len(minibatch), "groups are whole"
+        splits.append([set(arrays.groups_s[minibatch].tolist()) for minibatch in minibatches])
+    for one, other in itertools.combinations(splits, 2):
+        for is_group in (True, False):
+            chosen = [[{n for n in part if (n >= 0) == is_group} for part in split] for split in (one, other)]
+            assert chosen[0] != chosen[1]
 
 
 def test_a_share_of_the_batch_keeps_rules_and_imitated_tokens(model: str) -> None:

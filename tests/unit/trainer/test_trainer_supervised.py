@@ -25,7 +25,9 @@ torch.set_num_threads(1)
 PAIRS = [(f"{a}+{b}=", str(a + b)) for a in range(6) for b in range(6)]
 
 
-def make(folder: Path, pairs: list[tuple[str, str]], micro_batch_tokens: int = 40, **sft) -> SupervisedService:
+def make(
+    folder: Path, pairs: list[tuple[str, str]], micro_batch_tokens: int = 40, optimizer: str = "adamw", **sft
+) -> SupervisedService:
     model = folder / "model"
     make_model(model, vocabulary=300)
     train_byte_fallback_tokenizer([p + s for p, s in PAIRS], 300, model)
@@ -33,7 +35,7 @@ def make(folder: Path, pairs: list[tuple[str, str]], micro_batch_tokens: int = 4
     (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     section = {"data": str(folder / "pairs.jsonl"), "batch_sequences": 12, "steps": 60, "warmup_steps": 5,
                "learning_rate": 1e-2, **sft}  # fmt: skip
-    trainer = {"micro_batch_tokens": micro_batch_tokens}
+    trainer = {"micro_batch_tokens": micro_batch_tokens, "optimizer": optimizer}
     experiment = make_experiment(str(model), folder, sft=section, trainer=trainer)
     return SupervisedService(Context, experiment=experiment, run_id="sft-test")
 
@@ -72,8 +74,9 @@ def test_epochs_visit_everything_once_in_an_order_of_the_seed() -> None:
     assert [next(again) for _ in range(14)] == first + second
 
 
-def test_learns_and_saves(tmp_path: Path) -> None:
-    service = make(tmp_path, PAIRS)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_learns_and_saves(tmp_path: Path, optimizer: str) -> None:
+    service = make(tmp_path, PAIRS, optimizer=optimizer)
     with pytest.raises(ConfigurationError, match="prepare"):
         service.steps(1)
     prepare(service)

@@ -1,0 +1,30 @@
+"""`[critic]`: the values that ``algorithm.advantage = "gae"`` compares rewards with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from headway.config.section import Section
+
+Share = Annotated[float, Field(ge=0, le=1)]
+GAE = "gae"  # the advantage that needs a critic
+TRUNK, ADAPTER = "trunk", "adapter"
+_DEFAULT_RATES = {TRUNK: 1e-3, ADAPTER: 1e-4}  # learning rates by path; of a folder: 1e-5
+
+
+class CriticConfig(Section):
+    """The critic of `algorithm.advantage = "gae"`, and how its values become advantages: docs/objectives.md."""
+
+    # Tune: "adapter" or a folder where explained_variance stays low: more memory, and passes of its own
+    path: str = TRUNK  # trunk: a head on the policy's hidden states; adapter: on one of model.path; or a model's folder
+    # Tune: higher while value_error still falls at the end, lower where it jumps
+    learning_rate: Annotated[float, Field(ge=0)] | None = None  # constant; default: 1e-3, adapter 1e-4, folder 1e-5
+    # Tune: the second to 1 for short answers with one reward, "length" for long ones, 0.95 for rewards by turn
+    gae: tuple[Share, Share | Literal["length"]] = (1.0, 0.95)  # discount and decay of a loss token; length: as in VAPO
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of head and network."""
+        return _DEFAULT_RATES.get(self.path, 1e-5) if self.learning_rate is None else self.learning_rate
