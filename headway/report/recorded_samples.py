@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -29,7 +31,8 @@ class RecordedSample(msgspec.Struct, frozen=True, kw_only=True):
     response: str
     reward: float
     solved: bool
-    advantage: float | None  # None: the trainer recorded none
+    advantage: float | None  # mean over its loss tokens; None: the trainer recorded none
+    value: float | None  # of the critic at the start of the step, mean over its loss tokens; None: there is none
     versions: list[tuple[int, int]]  # (version, tokens) spans of the response
     finish_reason: str
     ending: str
@@ -95,7 +98,6 @@ class RecordedSamples:
 
 
 def _sample_of(row: dict[str, Any]) -> RecordedSample:
-    advantages = row["trainer_advantages"]
     unread_text = "({} tokens: the run's tokenizer can't be read)"
     return RecordedSample(
         step=row["step"],
@@ -105,7 +107,8 @@ def _sample_of(row: dict[str, Any]) -> RecordedSample:
         response=unread_text.format(len(row["response_ids"])) if row["response"] is None else row["response"],
         reward=row["reward"],
         solved=row["solved"],
-        advantage=round(sum(advantages) / len(advantages), 6) if advantages else None,
+        advantage=_mean(row, "advantages"),
+        value=_mean(row, "values"),
         versions=list(zip(row["span_versions"], row["span_tokens"], strict=True)),
         finish_reason=row["finish_reason"],
         ending=row["ending"],
@@ -114,6 +117,16 @@ def _sample_of(row: dict[str, Any]) -> RecordedSample:
         calls=_zip_columns(row, "call_starts_s", "call_first_tokens_s", "call_ends_s", "call_tokens"),
         tools=_zip_columns(row, "tool_names", "tool_starts_s", "tool_ends_s", "tool_errors"),
     )
+
+
+def _mean(row: dict[str, Any], name: str) -> float | None:
+    """The mean of a trainer's column over the loss tokens, or over all if none was computed; None: it isn't recorded,
+    or has no number."""
+    if not row[f"trainer_{name}"]:
+        return None
+    values, is_computed = np.array(row[f"trainer_{name}"]), np.isfinite(row["trainer_logprobs"])
+    mean = float(values[is_computed].mean() if is_computed.any() else values.mean())
+    return round(mean, 6) if math.isfinite(mean) else None
 
 
 def _zip_columns(row: dict[str, Any], *names: str) -> list[Any]:
@@ -154,9 +167,10 @@ def _panels(samples: Iterable[RecordedSample], count: int) -> Iterator[Panel]:
 def _body(sample: RecordedSample) -> Text:
     body = Text()
     advantage_text = "" if sample.advantage is None else f" · advantage {sample.advantage:+.3f}"
+    value_text = "" if sample.value is None else f" · value {sample.value:.3f}"
     body.append("solved" if sample.solved else "not solved", style="bold green" if sample.solved else "bold red")
     body.append(
-        f" · reward {sample.reward:g}{advantage_text} · {sample.tokens} tokens · "
+        f" · reward {sample.reward:g}{advantage_text}{value_text} · {sample.tokens} tokens · "
         f"{_versions(sample)} · finish {sample.finish_reason} · {sample.ending}\n\n",
         style="dim",
     )

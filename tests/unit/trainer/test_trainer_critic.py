@@ -16,6 +16,7 @@ from tiny_trainer import Context, make_experiment, make_model
 from headway.algorithms.samples import lay_out
 from headway.records.rollout import Branch, Rollout
 from headway.records.training import TrainBatch
+from headway.telemetry.rollouts.reader import RolloutRecord
 from headway.trainer.checkpoints import checkpoint_path
 from headway.trainer.critic import critic as critic_module
 from headway.trainer.critic.critic import Critic
@@ -287,3 +288,29 @@ def test_a_tree_is_refused() -> None:
     sample = msgspec.structs.replace(batch.samples[0], rollout=tree)
     with pytest.raises(ValueError, match=r"rollout 0-0: .*no branches"):
         lay_out(TrainBatch(step=0, samples=(sample,)))
+
+
+def test_the_record_has_values_and_the_report_advantages(folder: Path, tmp_path: Path) -> None:
+    """Of each sample the mean over its loss tokens alone, the 0 of an environment's tokens not counted."""
+    trainer, batch = service(folder, tmp_path), rewarded(5, groups=7)
+    set_head(trainer)
+    expected = defined(service_with_head(folder), batch)
+    report = trainer.train_step(lay_out(batch))
+    trainer.close()
+    record = RolloutRecord(tmp_path).trained(0)
+    rows = zip(batch.samples, report.sample_advantages, expected.values, expected.advantages, strict=True)
+    assert len({len(row) for row in expected.advantages}) > 1
+    for sample, mean, values, advantages in rows:
+        mask = np.array(sample.rollout.response_mask)
+        recorded = record[sample.rollout.group, sample.rollout.member, 0]
+        assert recorded.values is not None
+        np.testing.assert_allclose(recorded.values[mask], values, atol=3e-5)
+        np.testing.assert_allclose(recorded.advantages[mask], advantages, atol=3e-5)
+        assert np.isnan(recorded.values[~mask]).all()
+        assert mean == pytest.approx(float(np.mean(advantages)) if advantages else 0.0, abs=3e-5)
+
+
+def service_with_head(folder: Path) -> TrainerService:
+    trainer = service(folder)
+    set_head(trainer)
+    return trainer
