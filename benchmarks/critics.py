@@ -1,0 +1,102 @@
+"""Does a critic take nothing from a run with one reward, and does it make use of rewards by step?
+
+    python benchmarks/critics.py                          # everything; again: goes on where it stopped
+    python benchmarks/critics.py --seeds 0 --parts paired
+
+`paired`: the quickstart's cold start of each seed is trained in groups of one by PPO with a critic, and by the same
+objective without: each reward against the batch's mean. Both generate the same number of rollouts, and are scored on
+HELD_OUT tasks every EVERY steps. A third run has the quickstart's groups of eight, and as many samples a step. `steps`:
+sums of eight operations (examples/checked_steps), each operation a turn, by PPO with a critic: rewarded for each right
+step and the answer, and for the answer alone.
+
+Prints a line a run, and as the last line one JSON object: `ppo_minus_mean` (mean over seeds of the difference in solve
+rate, each the mean of the last three evaluations), `ppo_minus_mean_interval` (95 %, of Student's distribution),
+`explained_variance` (mean over seeds, of steps 90 to 99; every task is new at these, so that critic and policy haven't
+been trained on it) and `lowest_explained_variance`, `first_token_explained_variance` (of the first loss tokens alone),
+`ppo_over_grpo` (median ratio of the rollouts generated until the solve rate was GOOD; null: some run's never was),
+`step_reward_gain` and `step_reward_gains`. The limit is sampling noise: standard errors of a mean of three evaluations
+are about 0.01. Timing plays no part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import runpy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from parts.trained_run import ARITHMETIC, cold_start, standard_error, train_once
+from scipy.stats import t as student
+
+from headway.records.ledger import EvaluationRecord, StepRecord
+from headway.telemetry.ledger import read_ledger
+
+CHECKED_STEPS = str(ARITHMETIC.with_name("checked_steps") / "experiment.toml")
+MAKE_TASK = runpy.run_path(str(ARITHMETIC / "make_tasks.py"))["make_task"]
+GOOD = 0.90  # solve rate
+HELD_OUT = 1000  # tasks
+EVERY = 20  # steps between two evaluations
+SAMPLES = 128  # a step: 100 steps are less than an epoch of 14,000 tasks
+EXPLAINED_STEPS = range(90, 100)
+COMMON = (
+    "--run.time_limit_s=100000",
+    # a machine with other work on it takes its time, and changes nothing else
+    "--rollout.timeout_s=3600",
+    "--verifier.timeout_s=300",
+    "--evaluation.every_s=100000",
+    "--evaluation.test=never",
+    f"--evaluation.every_steps={EVERY}",
+    "--evaluation.stop_at_solve_rate=1.0",
+)
+ALONE = ("--rollout.group_size=1", f"--queue.groups_per_step={SAMPLES}", "--queue.filter_zero_variance=false")
+ARMS = {
+    "ppo": (*ALONE, "--algorithm.advantage=gae"),
+    "mean": (*ALONE, "--algorithm.advantage=batch_mean_std"),
+    "grpo": (f"--queue.groups_per_step={SAMPLES // 8}",),
+}
+
+
+def write_held_out(start: Path, seed: int) -> Path:
+    """A file of HELD_OUT tasks that are in none of the quickstart's."""
+    path = start / "held_out.jsonl"
+    if not path.exists():
+        rows = [row for file in (start / "tasks").glob("*.jsonl") for row in file.read_text("utf-8").splitlines()]
+        known, draw, answers = {json.loads(row)["prompt"] for row in rows}, random.Random(1000 + seed), dict[str, str]()
+        while len(answers) < HELD_OUT:
+            prompt, answer = MAKE_TASK(draw)
+            if prompt not in known:
+                answers[prompt] = answer
+        tasks = [json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in answers.items()]
+        path.write_text("".join(tasks), encoding="utf-8")
+    return path
+
+
+def evaluations(folder: Path) -> list[EvaluationRecord]:
+    """A run's evaluations, in their order."""
+    return [line for line in read_ledger(folder) if isinstance(line, EvaluationRecord)]
+
+
+def steps_of(folder: Path) -> list[StepRecord]:
+    """A run's steps, in their order."""
+    return [line for line in read_ledger(folder) if isinstance(line, StepRecord)]
+
+
+def last_solve_rate(folder: Path) -> float:
+    """The mean of a run's last three evaluations."""
+    return mean(record.solve_rate for record in evaluations(folder)[-3:])
+
+
+def rollouts_until_good(folder: Path) -> int | None:
+    """The rollouts that a run had admitted when its solve rate was GOOD; None: it never was."""
+    good_steps = [record.step for record in evaluations(folder) if record.solve_rate >= GOOD]
+    return sum(step.admitted_rollouts for step in steps_of(folder) if step.step < good_steps[0]) if good_steps else None
+
+
+def report(name: str, seed: int, folder: Path) -> None:
+    """Print the curve of a run."""
+    curve = " ".join(f"{record.solve_rate:.3f}" for record in evaluations(folder))
+    print(f"seed {seed}, {name}: {last_solve_rate(folder):.3f}; every {EVERY} steps {curve}", flush=True)
