@@ -24,13 +24,12 @@ import argparse
 import json
 import random
 import runpy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from parts.trained_run import ARITHMETIC, cold_start, standard_error, train_once
-from scipy.stats import t as student
 
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.telemetry.ledger import read_ledger
@@ -42,6 +41,7 @@ HELD_OUT = 1000  # tasks
 EVERY = 20  # steps between two evaluations
 SAMPLES = 128  # a step: 100 steps are less than an epoch of 14,000 tasks
 EXPLAINED_STEPS = range(90, 100)
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by seeds: 97.5 % of Student's
 COMMON = (
     "--run.time_limit_s=100000",
     # a machine with other work on it takes its time, and changes nothing else
@@ -100,3 +100,80 @@ def report(name: str, seed: int, folder: Path) -> None:
     """Print the curve of a run."""
     curve = " ".join(f"{record.solve_rate:.3f}" for record in evaluations(folder))
     print(f"seed {seed}, {name}: {last_solve_rate(folder):.3f}; every {EVERY} steps {curve}", flush=True)
+
+
+def start_options(start: Path, seed: int) -> list[str]:
+    """The options of a seed's model and tasks, to be scored on held-out ones."""
+    paths = {"train": start / "tasks" / "train.jsonl", "validation": write_held_out(start, seed)}
+    paths["test"] = start / "tasks" / "test.jsonl"
+    tasks = [f"--tasks.{split}.path={path}" for split, path in paths.items()]
+    return [*tasks, f"--model.path={start}/sft", f"--run.seed={seed}"]
+
+
+def explained_variance(folder: Path) -> float:
+    """The mean of EXPLAINED_STEPS: of the values at the start of a step, of tasks that are new."""
+    metrics = [step.metrics for step in steps_of(folder) if step.step in EXPLAINED_STEPS]
+    return mean(metric["explained_variance"] for metric in metrics)
+
+
+def paired(directory: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
+    """The figures of runs with a critic, with the batch's mean, and in groups of eight."""
+    differences, explained, ratios = list[float](), list[float](), list[float]()
+    for seed in seeds:
+        start = cold_start(directory, seed)
+        common = [*COMMON, *start_options(start, seed), f"--run.steps={steps}"]
+        folders = {name: train_once(directory, f"{name}-{seed}", [*common, *arm]) for name, arm in ARMS.items()}
+        for name, folder in folders.items():
+            report(name, seed, folder)
+        differences.append(last_solve_rate(folders["ppo"]) - last_solve_rate(folders["mean"]))
+        explained.append(explained_variance(folders["ppo"]))
+        ppo_count, grpo_count = (rollouts_until_good(folders[name]) for name in ("ppo", "grpo"))
+        ratios += [ppo_count / grpo_count] if ppo_count and grpo_count else []
+        print(f"seed {seed}: {ppo_count} rollouts by PPO, {grpo_count} by GRPO until {GOOD:g}", flush=True)
+    return {
+        **{"ppo_minus_mean": mean(differences), "ppo_minus_mean_interval": interval(differences)},
+        **{"explained_variance": mean(explained), "lowest_explained_variance": min(explained)},
+        "ppo_over_grpo": median(ratios) if len(ratios) == len(seeds) else None,
+    }
+
+
+def by_step(directory: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    """The figures of runs with rewards by step, and by the outcome alone."""
+    gains = list[float]()
+    for seed in seeds:
+        options = [*COMMON, f"--model.path={cold_start(directory, seed)}/sft", f"--run.seed={seed}"]
+        rates = list[float]()
+        for rollout in ("by_step", "by_outcome"):
+            chosen = [*options, f"--hooks.rollout=examples.checked_steps.steps:{rollout}"]
+            folder = train_once(directory, f"{rollout}-{seed}", chosen, CHECKED_STEPS)
+            report(rollout, seed, folder)
+            rates.append(last_solve_rate(folder))
+        gains.append(rates[0] - rates[1])
+    return {"step_reward_gain": mean(gains), "step_reward_gains": gains}
+
+
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of a mean, by Student's distribution."""
+    half_width = STUDENT.get(len(differences), 1.96) * standard_error(differences)
+    return mean(differences) - half_width, mean(differences) + half_width
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-critics"))
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=240, help="of each run of the part paired")
+    parser.add_argument("--parts", nargs="*", default=["paired", "steps"], choices=["paired", "steps"])
+    arguments = parser.parse_args()
+    directory: Path = arguments.directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Any] = {}
+    if "paired" in arguments.parts:
+        figures |= paired(directory, arguments.seeds, arguments.steps)
+    if "steps" in arguments.parts:
+        figures |= by_step(directory, arguments.seeds)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
