@@ -29,10 +29,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 from parts.trained_run import ARITHMETIC, cold_start, standard_error, train_once
 
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.telemetry.ledger import read_ledger
+from headway.telemetry.rollouts.joined import JoinedRollouts
 
 CHECKED_STEPS = str(ARITHMETIC.with_name("checked_steps") / "experiment.toml")
 MAKE_TASK = runpy.run_path(str(ARITHMETIC / "make_tasks.py"))["make_task"]
@@ -54,7 +56,7 @@ COMMON = (
 )
 ALONE = ("--rollout.group_size=1", f"--queue.groups_per_step={SAMPLES}", "--queue.filter_zero_variance=false")
 ARMS = {
-    "ppo": (*ALONE, "--algorithm.advantage=gae"),
+    "ppo": (*ALONE, "--algorithm.advantage=gae", "--critic.gae=[1.0, 1.0]", "--critic.learning_rate=1e-3"),
     "mean": (*ALONE, "--algorithm.advantage=batch_mean_std"),
     "grpo": (f"--queue.groups_per_step={SAMPLES // 8}",),
 }
@@ -110,29 +112,47 @@ def start_options(start: Path, seed: int) -> list[str]:
     return [*tasks, f"--model.path={start}/sft", f"--run.seed={seed}"]
 
 
-def explained_variance(folder: Path) -> float:
-    """The mean of EXPLAINED_STEPS: of the values at the start of a step, of tasks that are new."""
-    metrics = [step.metrics for step in steps_of(folder) if step.step in EXPLAINED_STEPS]
-    return mean(metric["explained_variance"] for metric in metrics)
+def explained_variances(folder: Path) -> tuple[float, float]:
+    """The means over EXPLAINED_STEPS of the explained variance, of all loss tokens and of first ones. The record has
+    advantages, which are return - value, normalised over the loss tokens, as discount and decay are 1."""
+    by_step = {
+        step.step: step.metrics["explained_variance"] for step in steps_of(folder) if step.step in EXPLAINED_STEPS
+    }
+    rows_by_step: dict[int, list[dict[str, Any]]] = {step: [] for step in by_step}
+    for batch in JoinedRollouts(folder).batches():
+        for row in batch.select(["step", "reward", "trainer_advantages"]).to_pylist():
+            if row["step"] in rows_by_step:
+                rows_by_step[row["step"]].append(row)
+    of_first_tokens = list[float]()
+    for step, rows in rows_by_step.items():
+        rewards_s = np.array([row["reward"] for row in rows])
+        lengths_s = [len(row["trainer_advantages"]) for row in rows]
+        first_advantages_s = np.array([row["trainer_advantages"][0] for row in rows])
+        unexplained = (1 - by_step[step]) * np.repeat(rewards_s, lengths_s).var()
+        of_first_tokens.append(1 - unexplained * first_advantages_s.var() / rewards_s.var())
+    return mean(by_step.values()), mean(of_first_tokens)
 
 
 def paired(directory: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
     """The figures of runs with a critic, with the batch's mean, and in groups of eight."""
-    differences, explained, ratios = list[float](), list[float](), list[float]()
+    differences, explained, ratios = list[float](), list[tuple[float, float]](), list[float]()
     for seed in seeds:
         start = cold_start(directory, seed)
-        common = [*COMMON, *start_options(start, seed), f"--run.steps={steps}"]
-        folders = {name: train_once(directory, f"{name}-{seed}", [*common, *arm]) for name, arm in ARMS.items()}
+        common, critic = [*COMMON, *start_options(start, seed), f"--run.steps={steps}"], f"--critic.path={start}/sft"
+        arms = {name: [*common, *arm, *([critic] if name == "ppo" else [])] for name, arm in ARMS.items()}
+        folders = {name: train_once(directory, f"{name}-{seed}", options) for name, options in arms.items()}
         for name, folder in folders.items():
             report(name, seed, folder)
         differences.append(last_solve_rate(folders["ppo"]) - last_solve_rate(folders["mean"]))
-        explained.append(explained_variance(folders["ppo"]))
+        explained.append(explained_variances(folders["ppo"]))
         ppo_count, grpo_count = (rollouts_until_good(folders[name]) for name in ("ppo", "grpo"))
         ratios += [ppo_count / grpo_count] if ppo_count and grpo_count else []
         print(f"seed {seed}: {ppo_count} rollouts by PPO, {grpo_count} by GRPO until {GOOD:g}", flush=True)
+    of_all_tokens, of_first_tokens = zip(*explained, strict=True)
     return {
         **{"ppo_minus_mean": mean(differences), "ppo_minus_mean_interval": interval(differences)},
-        **{"explained_variance": mean(explained), "lowest_explained_variance": min(explained)},
+        **{"explained_variance": mean(of_all_tokens), "lowest_explained_variance": min(of_all_tokens)},
+        "first_token_explained_variance": mean(of_first_tokens),
         "ppo_over_grpo": median(ratios) if len(ratios) == len(seeds) else None,
     }
 
