@@ -56,7 +56,7 @@ COMMON = (
 )
 ALONE = ("--rollout.group_size=1", f"--queue.groups_per_step={SAMPLES}", "--queue.filter_zero_variance=false")
 ARMS = {
-    "ppo": (*ALONE, "--algorithm.advantage=gae", "--critic.gae=[1.0, 1.0]", "--critic.learning_rate=1e-3"),
+    "ppo": (*ALONE, "--algorithm.advantage=gae", "--critic.gae=[1.0, 1.0]"),
     "mean": (*ALONE, "--algorithm.advantage=batch_mean_std"),
     "grpo": (f"--queue.groups_per_step={SAMPLES // 8}",),
 }
@@ -138,9 +138,8 @@ def paired(directory: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
     differences, explained, ratios = list[float](), list[tuple[float, float]](), list[float]()
     for seed in seeds:
         start = cold_start(directory, seed)
-        common, critic = [*COMMON, *start_options(start, seed), f"--run.steps={steps}"], f"--critic.path={start}/sft"
-        arms = {name: [*common, *arm, *([critic] if name == "ppo" else [])] for name, arm in ARMS.items()}
-        folders = {name: train_once(directory, f"{name}-{seed}", options) for name, options in arms.items()}
+        common = [*COMMON, *start_options(start, seed), f"--run.steps={steps}"]
+        folders = {name: train_once(directory, f"{name}-{seed}", [*common, *arm]) for name, arm in ARMS.items()}
         for name, folder in folders.items():
             report(name, seed, folder)
         differences.append(last_solve_rate(folders["ppo"]) - last_solve_rate(folders["mean"]))
