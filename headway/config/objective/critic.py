@@ -11,7 +11,7 @@ from headway.config.section import Section
 Share = Annotated[float, Field(ge=0, le=1)]
 GAE = "gae"  # the advantage that needs a critic
 TRUNK, ADAPTER = "trunk", "adapter"
-_HEAD_STEP = 0.1  # learning rate x width of a head: AdamW changes values by about so many deviations in a step
+_HEAD_STEP = 0.3  # learning rate x width of a head: AdamW changes values by about so many deviations in a step
 
 
 class CriticConfig(Section):
@@ -20,7 +20,7 @@ class CriticConfig(Section):
     # Tune: "adapter" or a folder where explained_variance stays low: more memory, and passes of its own
     path: str = TRUNK  # trunk: a head on the policy's hidden states; adapter: on one of model.path; or a model's folder
     # Tune: higher while value_error still falls at the end, lower where it jumps
-    learning_rate: Annotated[float, Field(ge=0)] | None = None  # constant; 0.1 / width, adapter: 1e-4, folder: 1e-5
+    learning_rate: Annotated[float, Field(ge=0)] | None = None  # constant; 0.3 / width, adapter: 1e-4, folder: 1e-5
     # Tune: the second to 1 for short answers with one reward, "length" for long ones, 0.95 for rewards by turn
     gae: tuple[Share, Share | Literal["length"]] = (1.0, 0.95)  # discount and decay of a loss token; length: as in VAPO
 
