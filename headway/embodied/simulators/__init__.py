@@ -1,0 +1,1 @@
+"""Simulators of several lanes behind one interface."""
