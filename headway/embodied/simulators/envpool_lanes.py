@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 from headway.embodied.records import Seeds
-from headway.embodied.simulators.gymnasium_lanes import VectorLanes, spaces_of
+from headway.embodied.simulators.gymnasium_lanes import VectorLanes
 from headway.records.errors import ConfigurationError
 from headway.runtime.imports import import_extra
 
@@ -36,6 +36,4 @@ def open_envpool(environment: str, arguments: dict[str, Any], lanes: int, seeds:
             num_envs=lanes,
             seed=[seeds(lane, 0) for lane in range(lanes)],
         )
-        spaces = spaces_of(vector.observation_space, vector.action_space)
-    # EnvPool resets a lane in the step behind an end, and calls its reward whatever the reset's is.
-    return VectorLanes(vector, spaces, "NextStep", None)
+        return VectorLanes(vector, None)

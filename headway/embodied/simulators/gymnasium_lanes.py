@@ -103,14 +103,21 @@ class VectorLanes:
 
     constructions = 1
 
-    def __init__(self, vector: Any, spaces: Spaces, autoreset: str, seeds: Seeds | None) -> None:
-        """``seeds``: None for a vector whose constructor had them."""
+    def __init__(self, vector: Any, seeds: Seeds | None) -> None:
+        """``seeds``: None for a vector whose constructor had them. Raises ConfigurationError for spaces that no policy
+        is made for, and another autoreset."""
+        mode = vector.metadata.get("autoreset_mode")
+        if (autoreset := getattr(mode, "value", mode)) not in ("NextStep", "SameStep"):
+            raise ConfigurationError(
+                f"the simulator's metadata['autoreset_mode'] is {mode!r}; valid: gymnasium's AutoresetMode.NEXT_STEP, "
+                "SAME_STEP"
+            )
         self._vector, self._seeds = vector, seeds
-        self.spaces, self.lanes = spaces, int(vector.num_envs)
+        self.spaces = spaces_of(vector.single_observation_space, vector.single_action_space)
+        self.lanes = int(vector.num_envs)
         self.seeded_by_reset = seeds is not None
         self._next_step = autoreset == "NextStep"
         self._ended_b = self._succeeded_b = np.zeros(self.lanes, np.bool_)
-        self._action_dtype = vector.action_space.dtype
 
     def reset(self) -> Array:
         self._ended_b, self._succeeded_b = np.zeros((2, self.lanes), np.bool_)
@@ -120,7 +127,7 @@ class VectorLanes:
 
     def step(self, actions_b: Array) -> LaneSteps:
         if isinstance(actions_b, np.ndarray):
-            actions_b = actions_b.astype(self._action_dtype, copy=False)
+            actions_b = actions_b.astype(self._vector.single_action_space.dtype, copy=False)
         observations_b, *numbers, infos = self._vector.step(actions_b)
         rewards_b, terminated_b, truncated_b = map(to_host, numbers)
         counted_b = ~self._ended_b

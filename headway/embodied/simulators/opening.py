@@ -9,13 +9,12 @@ from typing import Any, cast
 from headway.config.simulation import SimulatorConfig
 from headway.embodied.records import LaneSimulator, Seeds
 from headway.embodied.simulators.envpool_lanes import open_envpool
-from headway.embodied.simulators.gymnasium_lanes import SeparateLanes, VectorLanes, spaces_of
+from headway.embodied.simulators.gymnasium_lanes import SeparateLanes, VectorLanes
 from headway.records.errors import ConfigurationError
 from headway.runtime.hooks import error_text
 from headway.runtime.imports import import_extra, import_function
 
 KEY = "simulator.environment"
-_AUTORESETS = ("SameStep", "NextStep")
 
 
 def open_simulator(settings: SimulatorConfig, lanes: int, seeds: Seeds) -> LaneSimulator:
@@ -62,14 +61,7 @@ def _open_object(make: Callable[..., Any], arguments: dict[str, Any], lanes: int
         return SeparateLanes([make(**arguments) for _ in range(lanes)], seeds)
     vector = make(num_envs=lanes, **arguments)
     _require_lanes(vector.num_envs, lanes)
-    mode = vector.metadata.get("autoreset_mode")
-    autoreset = getattr(mode, "value", mode)
-    if autoreset not in _AUTORESETS:
-        raise ConfigurationError(
-            f"{KEY}: its metadata['autoreset_mode'] is {mode!r}; valid: gymnasium's AutoresetMode.SAME_STEP, NEXT_STEP"
-        )
-    spaces = spaces_of(vector.single_observation_space, vector.single_action_space)
-    return VectorLanes(vector, spaces, autoreset, seeds)
+    return VectorLanes(vector, seeds)
 
 
 def _require_lanes(count: int, lanes: int) -> None:
