@@ -190,7 +190,9 @@ class LaneBlock:
         """Copy a simulator's array to row ``t``. Raises SimulatorFailed for another shape, or numbers that it can't
         hold."""
         array = to_host(row)
-        if array.shape != rows_tb.shape[1:] or not np.can_cast(array.dtype, rows_tb.dtype, "same_kind"):
+        if array.shape != rows_tb.shape[1:] or (
+            array.dtype != rows_tb.dtype and not np.can_cast(array.dtype, rows_tb.dtype, "same_kind")
+        ):
             self._fail(
                 t,
                 None,
