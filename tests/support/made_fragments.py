@@ -20,8 +20,9 @@ def experiment(**sections: dict[str, Any]) -> SimulatorExperiment:
     """An experiment with these keys; small networks and minibatches otherwise."""
     tables: dict[str, Any] = {"run": {"directory": "run", "seed": 3}, "simulator": {"environment": "any"}}
     tables |= {"policy": {"hidden": [8, 6]}, "trainer": {"passes": 2, "minibatch": 16}}
-    return SimulatorExperiment.model_validate({name: {**tables.get(name, {}), **sections.get(name, {})}
-                                               for name in {**tables, **sections}})
+    return SimulatorExperiment.model_validate(
+        {name: {**tables.get(name, {}), **sections.get(name, {})} for name in {**tables, **sections}}
+    )
 
 
 def observations(spaces: Spaces, shape: tuple[int, ...], chance: np.random.Generator) -> np.ndarray:
