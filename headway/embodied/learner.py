@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -93,9 +93,9 @@ class FragmentLearner:
         staleness = [self.version - fragment.version for fragment in fragments]
         if applied:
             self.version += 1
-            reads_pictures = self._network.reads_pictures
-            normalises = self._normalises and not reads_pictures
-            self._statistics = statistics.with_observations_of(fragments) if normalises else statistics
+            if self._normalises and not self._network.reads_pictures:
+                statistics = statistics.with_observations_of(fragments)
+            self._statistics = statistics
         return {
             **_metrics(transitions, applied),
             "learning_rate": rate,

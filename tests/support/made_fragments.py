@@ -34,7 +34,7 @@ def observations(spaces: Spaces, shape: tuple[int, ...], chance: np.random.Gener
 
 
 def fragment(policy: LanePolicy, spaces: Spaces, seed: int = 0, *, steps: int = 12, lanes: int = 4, **fields: Any):
-    """A fragment by ``policy`` in which a step ends by chance; every third one is followed by a step that only resets."""
+    """A fragment by ``policy`` with ends by chance, every third of which is followed by a step that only resets."""
     chance = np.random.default_rng(seed)
     seen = observations(spaces, (steps, lanes), chance)
     rows = []
