@@ -100,7 +100,7 @@ class EpisodeEvaluationConfig(Section):
 
     every_steps: NonNegative = 0  # steps between two of them; 0: never
     episodes: Positive = 16  # of an evaluation
-    videos: NonNegative = 1  # episodes kept as RUN/videos/*.gif, where the simulator draws
+    video: bool = True  # the first episode of each as RUN/videos/step_N.gif, where the simulator draws
 
 
 # Keys of sections that simulators share with language models, and that have no effect here.
