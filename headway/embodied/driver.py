@@ -27,7 +27,7 @@ from headway.embodied.workers import Learn, Simulate, StepReport
 from headway.flow.run import Flow, run
 from headway.records.errors import AccountingError, Interrupted, RunLocked
 from headway.records.execution import WORKFLOW_FILE
-from headway.records.ledger import EvaluationRecord, LedgerLine, RunSummary, StepRecord
+from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.epochs.register import epoch_renewal, take_epoch
 from headway.runtime.run_directory import RunDirectory
@@ -74,7 +74,7 @@ def train(
     placed = experiment.plans_itself
     plan: Any = "auto" if placed else {"simulate": experiment.simulator.devices, "learn": experiment.trainer.devices}
     options: dict[str, Any] = {"devices": experiment.devices, "items": experiment.simulator.blocks} if placed else {}
-    options |= {"directory": directory.path, "stall_s": 2 * experiment.simulator.step_timeout_s}
+    options |= {"directory": directory.path, "resume": resume, "stall_s": 2 * experiment.simulator.step_timeout_s}
     try:
         return run(_workflow, plan, experiment, directory, resume, take_over, on_line, **options)
     except RunLocked:  # by a process elsewhere: its folder stays as it was
@@ -106,7 +106,7 @@ async def _workflow(
         training = Training(flow, experiment, directory, ledger, clock, stopped, epoch.require)
         try:
             exports = stack.enter_context(start_exports(experiment, directory, ledger, resume=resume))
-            await training.start()
+            await training.start(resume)
         except Exception:  # the same command starts from the beginning; not after Ctrl-C, whose message names --resume
             if not resume:
                 directory.withdraw()
@@ -133,6 +133,13 @@ async def _limit(stopped: asyncio.Event, grace_s: float, training: asyncio.Task[
     await asyncio.sleep(grace_s)
     assert training is not None
     training.cancel()
+
+
+def _admitted(line: LedgerLine) -> int:
+    """The number of fragments that were admitted until a line of the ledger; 0: it has none."""
+    if isinstance(line, StepRecord):
+        return line.episodes.admitted if line.episodes else 0
+    return int(line.data.get("admitted", 0)) if isinstance(line, EventRecord) else 0
 
 
 class Training:
@@ -165,16 +172,14 @@ class Training:
         self.version = 0
         self.weights: Any = None
 
-    async def start(self) -> None:
-        """Start the workers and take up the newest checkpoint. Raises ConfigurationError for simulators or spaces that
+    async def start(self, resume: bool) -> None:
+        """Start the workers and take up the newest checkpoint, if the run is resumed. Raises ConfigurationError for simulators or spaces that
         can't be used."""
         experiment, settings = self._experiment, self._experiment.simulator
-        lines = read_ledger(self._directory.path) if self._ledger.path.stat().st_size else []
+        lines = read_ledger(self._directory.path) if resume else []
         checkpoint, counts = self._newest_checkpoint()
-        if lines:
-            admitted = [line.episodes.admitted for line in lines if isinstance(line, StepRecord) and line.episodes]
-            admitted += [int(line.data.get("admitted", 0)) for line in lines if not isinstance(line, (StepRecord, EvaluationRecord))]
-            counts = counts.resumed(max(admitted, default=0))
+        if resume:
+            counts = counts.resumed(max(map(_admitted, lines), default=0))
         self._best_return = max((line.reward_mean for line in evaluations(lines)), default=self._best_return)
         lives = counts.lives or (0,) * settings.blocks
         lives_folder = self._directory.path / "lives"
@@ -199,12 +204,12 @@ class Training:
         self._lives, self._constructions = lives, counts.constructions
         self._plan_rounds()
         self._ledger.event(
-            EVENT_RESUME if lines else EVENT_START,
+            EVENT_RESUME if resume else EVENT_START,
             f"{settings.environment}, {settings.blocks} blocks of {settings.block_lanes} lanes, version {self.version}",
             step=self.version,
             admitted=self.rounds.admitted + self._planned * settings.blocks,
         )
-        if lines:
+        if resume:
             self._ledger.event(EVENT_COUNTED, "until now", step=self.version, **self.rounds.accounting.data)
 
     def _newest_checkpoint(self) -> tuple[Path | None, FragmentCounts]:
@@ -221,7 +226,7 @@ class Training:
         every_steps = experiment.evaluation.every_steps
         if every_steps and not self.version:
             await self._evaluate()
-        async for _ in self._flow.steps(experiment.run.steps - self.version):
+        async for _ in self._flow.steps(experiment.run.steps - self.version, start=self.version):
             for _ in range(self._planned):
                 await self._begin_round()
             if not len(self.rounds):
@@ -359,7 +364,7 @@ class Training:
         episodes = [episode for share in shares for episode in share.episodes]
         returns, successes = [episode.reward for episode in episodes], successes_of(episodes)
         unfinished = sum(share.unfinished for share in shares)
-        low, high = interval_of(successes)
+        low, high = interval_of(successes) or (0.0, 0.0)
         now_s = self._clock.now()
         record = EvaluationRecord(
             split="validation",

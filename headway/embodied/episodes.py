@@ -15,13 +15,13 @@ from headway.records.ledger import EpisodeStatistics
 
 WINDOW = 100  # episodes over which returns are averaged
 _RESAMPLES, _SEED = 1000, 0
-Interval = tuple[float, float]
+Interval = tuple[float, ...]  # low and high; (): of nothing
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """The 95 % interval of the mean of ``values``, by a bootstrap with a fixed seed; nan for none."""
+    """The 95 % interval of the mean of ``values``, by a bootstrap with a fixed seed; () for none."""
     if not values:
-        return (math.nan, math.nan)
+        return ()
     means = _weights(len(values)) @ np.asarray(values, np.float64)
     low, high = np.quantile(means, (0.025, 0.975))
     return (float(low), float(high))

@@ -156,14 +156,14 @@ class EpisodeStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Section of a step, of policies in simulators: returns of the episodes that ended, and what the simulators did.
 
     Returns, lengths and successes are of the last 100 episodes that ended in trained fragments; intervals: 95 %,
-    bootstrapped over episodes. nan: no episode has ended, or the simulator doesn't report successes."""
+    bootstrapped over episodes. nan, (): no episode has ended, or the simulator doesn't report successes."""
 
     episodes: int = 0  # that ended in this step's fragments
     cut: int = 0  # episodes that were lost with their lanes since the run began: they count as no return
     return_mean: float = math.nan
-    return_interval: tuple[float, float] = (math.nan, math.nan)
+    return_interval: tuple[float, ...] = ()  # low and high
     success_rate: float = math.nan
-    success_interval: tuple[float, float] = (math.nan, math.nan)
+    success_interval: tuple[float, ...] = ()
     length_mean: float = math.nan  # steps of an episode
     transitions: int = 0  # of this step's fragments: environment steps that were trained
     steps_per_s: float = 0.0  # of these, over the whole step
@@ -360,7 +360,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     time_s: float = 0.0
     by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
     kernels: dict[str, KernelShare] = {}  # compiles, correct, faster; {}: no kernels were judged
-    return_interval: tuple[float, float] | None = None  # of episodes, whose mean return ``reward_mean`` is; 95 %
+    return_interval: tuple[float, ...] = ()  # 95 %, of the mean return of episodes, ``reward_mean``; (): no episodes
 
     @property
     def mostly_failed(self) -> bool:
@@ -420,6 +420,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     trained_per_s: float = 0.0
     endings: dict[str, int] = {}
     simulated: bool = False  # by `headway simulate`: no model was trained
+    episodes: EpisodeStatistics | None = None  # of the last step of a policy in simulators; None: a language model
+    environment_steps: int = 0  # of such a policy, trained
 
 
 LedgerLine = StepRecord | EvaluationRecord | EventRecord

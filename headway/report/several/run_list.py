@@ -119,7 +119,7 @@ def _list_run(path: Path, price: float | None) -> ListedRun:
     duration_s, device_hours = ledger.duration_s, None
     if lines and not (path / "scenario.json").exists():
         try:
-            device_hours = costs_of([], directory.read_experiment(), None).devices * duration_s / 3600
+            device_hours = costs_of([], directory.read_any_experiment(), None).devices * duration_s / 3600
         except ConfigurationError as error:
             problems.append(f"device-hours aren't known: {error}")
     last_unix_s = directory.ledger.stat().st_mtime if directory.ledger.exists() else None
@@ -194,6 +194,9 @@ def _solve_rate(
             return line.solve_rate, line.standard_error, f"{line.split} {line.phase}{failed_text}"
     if (best_rate := _read_object(path / "best" / "evaluation.json", []).get("solve_rate")) is not None:
         return float(best_rate), None, "best"
+    success_rates = [line.episodes.success_rate for line in lines if isinstance(line, StepRecord) and line.episodes]
+    if success_rates:
+        return success_rates[-1], None, "training"
     training_rate = weighted_mean(recent, lambda pair: pair[0].solve_rate, lambda pair: pair[1]) if recent else None
     return training_rate, None, "training" if recent else ""
 

@@ -12,6 +12,7 @@ from headway.control.summaries import pooled
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.records.plan import PLAN_FILE, RunPlan
+from headway.report.episodes import mean_text
 from headway.report.formats import duration, format_kernel_shares, percent, quantity, score
 from headway.report.incidents import HEADINGS, incident_rows
 from headway.report.kernels import kernel_sentences
@@ -105,7 +106,9 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> Section:
         if record.samples:
             pass_text = ", ".join(format_pass_at(record.pass_at))
             rate_text = score(record.solve_rate, record.standard_error)
-            score_cells = rate_text, pass_text, f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
+            has_episodes, mean = bool(record.return_interval), record.reward_mean
+            reward_text = mean_text(mean, record.return_interval) if has_episodes else f"{mean:.3f}"
+            score_cells = rate_text, pass_text, reward_text, f"{record.length_mean:.1f}"
         failed_text = f"{record.failed:,}" + (f": {record.failure_cause}" if record.failure_cause else "")
         count_cells = versions, f"{record.tasks:,}", f"{record.samples:,}"
         rows.append([record.phase, record.split, *count_cells, *score_cells, failed_text, duration(record.duration_s)])
