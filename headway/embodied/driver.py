@@ -226,6 +226,7 @@ class Training:
         every_steps = experiment.evaluation.every_steps
         if every_steps and not self.version:
             await self._evaluate()
+        self._step_began_s = self._clock.now()
         async for _ in self._flow.steps(experiment.run.steps - self.version, start=self.version):
             for _ in range(self._planned):
                 await self._begin_round()
@@ -386,6 +387,7 @@ class Training:
             time_s=now_s - self._began_s,
         )
         self._ledger.record(record)
+        self._step_began_s += now_s - began_s  # an evaluation is no part of a step
         for problem in {share.problem for share in shares} - {"", *self._reported_problems}:
             self._reported_problems.add(problem)
             self._ledger.event("no_video", problem, step=self.version)

@@ -34,6 +34,14 @@ class StepReport(NamedTuple):
     weights: PolicyWeights  # of the next version
 
 
+class WorkerMemory(NamedTuple):
+    """Resident memory of a simulators' worker."""
+
+    idle_bytes: int  # before its blocks were built
+    present_bytes: int
+    lanes: int
+
+
 class Simulate(Worker):
     """Steps its blocks (those with number modulo workers = rank) with a policy that acts in this process.
 
@@ -46,6 +54,7 @@ class Simulate(Worker):
         from headway.embodied.policies import make_policy
 
         settings, seed = experiment.simulator, experiment.run.seed
+        self._block_lanes = settings.block_lanes
         self._idle_bytes = memory_bytes()
         numbers = range(self.rank, settings.blocks, self.world_size)
         block_lives = [_next_life(Path(lives), number, first_lives[number]) for number in numbers]
@@ -76,9 +85,10 @@ class Simulate(Worker):
         """The spaces of a lane."""
         return self._spaces
 
-    def memory(self) -> tuple[int, int, int]:
-        """Resident bytes of this process before its blocks were built and now, and the number of blocks."""
-        return self._idle_bytes, memory_bytes(), len(self._blocks)
+    def memory(self) -> WorkerMemory:
+        """The memory of this process, with all of its lanes."""
+        lanes = len(self._blocks) * self._block_lanes
+        return WorkerMemory(idle_bytes=self._idle_bytes, present_bytes=memory_bytes(), lanes=lanes)
 
     async def collect(self, weights: PolicyWeights, number: int, blocks: Channel, fragments: Channel) -> None:
         """Make fragment ``number`` of each block whose number comes, with these weights, and put it."""
@@ -143,6 +153,10 @@ class Learn(Worker):
             compute_s=ended_s - computing_s,
             weights=weights,
         )
+
+    def memory(self) -> int:
+        """Resident bytes of this process."""
+        return memory_bytes()
 
     def save(self, folder: str) -> None:
         """Write all that a resumed run needs of the learner into ``folder``."""

@@ -135,7 +135,7 @@ def step_line(state: LiveState) -> str:
         duration(step.time_s) + (f" ({duration(eta_s)} left)" if eta_s is not None else ""),
         _score_text(step, "solve") + _failed_text(step),
         f"waits: trainer {state.recent_mean(lambda s: s.trainer_wait_ratio):.0%}, "
-        f"generator {state.recent_mean(lambda s: s.generator_wait_ratio):.0%}",
+        f"{'simulators' if step.episodes else 'generator'} {state.recent_mean(lambda s: s.generator_wait_ratio):.0%}",
         f"stale {step.trajectory_staleness.mean:.1f}, worst {state.worst_staleness} of {state.experiment.queue.budget}",
         *([] if step.episodes else [f"buffered {step.buffered_groups}/{step.buffer_capacity_groups}"]),
         _rate_text(state, step),
@@ -277,7 +277,7 @@ def _waits(state: LiveState) -> Text:
     return Text.assemble(
         "trainer ",
         bar(waits.trainer, 12, "blue"),
-        f" {waits.trainer:>4.0%}   generator ",
+        f" {waits.trainer:>4.0%}   {'simulators' if state.last and state.last.episodes else 'generator'} ",
         bar(waits.generator, 12, "yellow"),
         f" {waits.generator:>4.0%}   ",
         (balance, f"bold {_COLOURS[balance]}"),
