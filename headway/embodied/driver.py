@@ -74,9 +74,10 @@ def train(
     placed = experiment.plans_itself
     plan: Any = "auto" if placed else {"simulate": experiment.simulator.devices, "learn": experiment.trainer.devices}
     options: dict[str, Any] = {"devices": experiment.devices, "items": experiment.simulator.blocks} if placed else {}
-    options |= {"directory": directory.path, "resume": resume, "stall_s": 2 * experiment.simulator.step_timeout_s}
+    events = _WorkerEvents()
+    options |= {"on_event": events, "directory": directory.path, "resume": resume, "stall_s": 2 * experiment.simulator.step_timeout_s}
     try:
-        return run(_workflow, plan, experiment, directory, resume, take_over, on_line, **options)
+        return run(_workflow, plan, experiment, directory, events, resume, take_over, on_line, **options)
     except RunLocked:  # by a process elsewhere: its folder stays as it was
         if former_config is not None:
             directory.store(former_config)
@@ -85,10 +86,21 @@ def train(
         directory.release()
 
 
+class _WorkerEvents:
+    """Records deaths and restarts of the workflow's workers in the run's ledger."""
+
+    ledger: Ledger | None = None
+
+    def __call__(self, record: EventRecord) -> None:
+        if self.ledger is not None and record.event.startswith(("simulate_", "learn_")):
+            self.ledger.record(msgspec.structs.replace(record, time_s=self.ledger.time_s))
+
+
 async def _workflow(
     flow: Flow,
     experiment: SimulatorExperiment,
     directory: RunDirectory,
+    events: _WorkerEvents,
     resume: bool,
     take_over: bool,
     on_line: OnLine | None,
@@ -103,6 +115,7 @@ async def _workflow(
         ledger = stack.enter_context(Ledger(directory.path, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
+        events.ledger = ledger
         training = Training(flow, experiment, directory, ledger, clock, stopped, epoch.require)
         try:
             exports = stack.enter_context(start_exports(experiment, directory, ledger, resume=resume))

@@ -31,6 +31,7 @@ from headway.flow.watch import FlowWatch
 from headway.flow.worker import StageTimes, Worker
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
+from headway.records.ledger import EventRecord
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import split_node
 from headway.runtime.stalls.waits import Waits
@@ -51,6 +52,7 @@ class FlowOptions(NamedTuple):
     stall_s: float = STALL_S
     launcher: MakeLauncher | None = None
     cluster: ClusterConfig | None = None
+    on_event: Callable[[EventRecord], None] | None = None
 
 
 def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: Any, **options: Any) -> Result:
@@ -61,7 +63,8 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
     ``devices``; ``items`` of a step, required by "auto", and by a stage whose several workers share all of them;
     ``directory`` for logs, events and steps; ``stall_s``: after this time without progress while all workers wait, the
     workflow ends with an error that lists the waits; ``launcher``: starts the processes, by default on this machine;
-    ``cluster``: the other machines, whose agents (`headway node`) are started separately.
+    ``cluster``: the other machines, whose agents (`headway node`) are started separately; ``on_event``: receives the
+    events (deaths and restarts of workers, changes of plan), also without a directory.
 
     Raises any error of the workflow; ConfigurationError for a plan that doesn't fit it; RemoteError with the traceback
     of a worker's method; WorkerDied.
@@ -132,6 +135,7 @@ class Flow:
         self._clock = RealClock()
         self._waits = Waits(self._clock.now)
         self._recorder = StepRecorder(options.directory, self._clock)
+        self._recorder.on_event = options.on_event
         self._locks = DeviceLocks(self._clock, self._waits, on_event=self._recorder.event, on_span=self._recorder.span)
         self._channels = Channels(self._clock, self._waits)
         self._stages: dict[str, Stage] = {}

@@ -37,6 +37,7 @@ class StepRecorder:
         self._step = -1
         self._idle_s = 0.0  # idle time of the device locks when the step began
         self._moved_s = 0.0
+        self.on_event: Callable[[EventRecord], None] | None = None
         self._file: LineFile | None = None
         self._trace: TraceFile | None = None
         if directory is not None:
@@ -54,6 +55,8 @@ class StepRecorder:
         time_s = self._clock.now() - self._opened_s
         record = EventRecord(event=name, detail=detail, step=max(0, self._step), time_s=time_s, data=fields, **known)
         self._write(record)
+        if self.on_event is not None:
+            self.on_event(record)
 
     def span(self, device: str, participant: str, action: str, start_s: float, end_s: float) -> None:
         """Record that a worker was loaded or offloaded, on the device's track of the trace."""
