@@ -5,6 +5,7 @@ Shapes: t steps of a fragment, b lanes of a block, then the dimensions of one ob
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+Seeds = Callable[[int, int], int]  # (lane, its episode from 0) -> the simulator's seed, 31 bits
+
+
+def to_host(array: Any) -> Array:
+    """Return NumPy's view of an array that supports DLPack, copied only where it is on another device."""
+    return array if isinstance(array, np.ndarray) else np.from_dlpack(array, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +43,9 @@ class Box:
             return False
         return np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
 
+    def __str__(self) -> str:
+        return f"Box{self.shape} of {self.low.dtype} in [{self.low.min():g}, {self.high.max():g}]"
+
 
 @dataclass(frozen=True)
 class Discrete:
@@ -50,6 +60,9 @@ class Spaces(NamedTuple):
     observations: Box
     actions: Box | Discrete
 
+    def __str__(self) -> str:
+        return f"observations {self.observations}, actions {self.actions}"
+
 
 class LaneSteps(NamedTuple):
     """One step of all lanes of a block.
@@ -61,29 +74,31 @@ class LaneSteps(NamedTuple):
     observations_b: Array  # [b, ...] on which the policy acts next
     rewards_b: NDArray[np.float64]
     terminated_b: NDArray[np.bool_]  # the episode ended by the simulator's rules: nothing comes behind it
-    truncated_b: NDArray[np.bool_]  # it was cut; never of a lane that terminated
+    truncated_b: NDArray[np.bool_]  # it was cut; a lane that is both counts as terminated
     counted_b: NDArray[np.bool_]  # false: the step only reset the lane, its action was ignored: no transition
     final_observations: dict[int, Array]  # lane -> last observation of the episode that this step ended
     successes: dict[int, bool]  # lane -> success of the episode that this step ended, where the simulator tells it
 
 
-class Simulator(Protocol):
+class LaneSimulator(Protocol):
     """The lanes of one block, stepped by one call.
 
-    Lifecycle: built once -> ``reset`` once -> ``step`` any number of times -> ``close``. Lanes begin their next
-    episodes by themselves.
+    Lifecycle: built once, with seeds -> ``reset`` -> ``step`` any number of times -> ``close``. Lanes begin their next
+    episodes by themselves. Arrays are NumPy's, or tensors on a device that support DLPack: a policy on that device
+    gets them as they are.
     """
 
     spaces: Spaces
     lanes: int
     constructions: int  # simulator objects built for it: 1 for a vector, else one for each lane
+    seeded_by_reset: bool  # each ``reset`` begins again from its seeds; false: seeds belong to its constructor
 
     def reset(self) -> Array:
         """Begin an episode in every lane, and return the observations [b, ...]."""
         ...
 
     def step(self, actions_b: Array) -> LaneSteps:
-        """Step all lanes. ``actions_b``: within the bounds of the space. The arrays returned are the caller's."""
+        """Step all lanes. ``actions_b``: within the bounds of the space. Arrays are valid until the next step."""
         ...
 
     def render(self) -> Array:
@@ -115,7 +130,7 @@ class Fragment:
     actions_tb: Array  # [t, b, dimensions] float32, before they are clipped to the bounds; [t, b] int64 if discrete
     logprobs_tb: NDArray[np.float32]  # of these actions, nats, from the forward pass that chose them
     values_tb: NDArray[np.float32]  # of the observations, in units of (normalised) reward, from the same pass
-    rewards_tb: NDArray[np.float64]  # as the simulator gave them
+    rewards_tb: NDArray[np.float64]  # as the simulator gave them; 0 where not counted
     terminated_tb: NDArray[np.bool_]
     truncated_tb: NDArray[np.bool_]
     counted_tb: NDArray[np.bool_]  # see `LaneSteps`

@@ -1,1 +1,1 @@
-"""Simulators of several lanes behind one interface."""
+"""Simulators in lanes behind one protocol: gymnasium's, EnvPool's and users' own. Begin with ``opening.py``."""
