@@ -146,3 +146,12 @@ class Fragment:
     def transitions(self) -> int:
         """The steps that count."""
         return int(self.counted_tb.sum())
+
+
+class PolicyWeights(NamedTuple):
+    """A version of the policy: its parameters, and the statistics by which its observations are normalised."""
+
+    version: int  # the learner's completed steps
+    parameters_p: NDArray[np.float32]  # all of them, in the order of `ActorCritic.shapes`
+    observation_mean: NDArray[np.float64]  # of a space's shape; 0 and 1 before the first step
+    observation_deviation: NDArray[np.float64]
