@@ -25,7 +25,7 @@ from headway.embodied.evaluation import Evaluated
 from headway.embodied.rounds import COUNTS_FILE, FragmentCounts, Rounds
 from headway.embodied.workers import Learn, Simulate, StepReport
 from headway.flow.run import Flow, run
-from headway.records.errors import AccountingError, Interrupted, RunLocked
+from headway.records.errors import AccountingError, Interrupted, RunLocked, StepRefused
 from headway.records.execution import WORKFLOW_FILE
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
 from headway.runtime.clock import Clock, RealClock
@@ -57,6 +57,7 @@ from headway.trainer.checkpoints import (
     verify,
 )
 
+MAX_SKIPPED = 5  # steps in a row that aren't finite, after which a run ends
 RESTARTS = 3  # deaths of a worker in a row after which it is still started again
 OnLine = Callable[[LedgerLine], None]
 
@@ -179,6 +180,7 @@ class Training:
         self._cpu_s = time.process_time()
         self._window = EpisodeWindow()
         self._checkpoint_s = 0.0  # of the checkpoint behind the last step
+        self._skipped = 0  # steps in a row
         self._planned = 0  # rounds that begin with the next step
         self._reported_problems: set[str] = set()
         self._best_return = -float("inf")
@@ -195,25 +197,32 @@ class Training:
             counts = counts.resumed(max(map(_admitted, lines), default=0))
         self._best_return = max((line.reward_mean for line in evaluations(lines)), default=self._best_return)
         lives = counts.lives or (0,) * settings.blocks
-        lives_folder = self._directory.path / "lives"
-        shutil.rmtree(lives_folder, ignore_errors=True)
+        scratch = self._directory.path / "workers"  # of this session's workers and their successors
+        shutil.rmtree(scratch, ignore_errors=True)
         self.simulate = await self._flow.workers(
             "simulate",
             Simulate,
             experiment,
-            str(lives_folder),
+            str(scratch / "lives"),
             lives,
             restarts=RESTARTS,
             most_workers=settings.blocks,
         )
         spaces, *_ = await self.simulate.spaces()
         learn = await self._flow.workers(
-            "learn", Learn, experiment, spaces, "" if checkpoint is None else str(checkpoint), restarts=RESTARTS, most_workers=1
+            "learn",
+            Learn,
+            experiment,
+            spaces,
+            str(scratch / "learner"),
+            "" if checkpoint is None else str(checkpoint),
+            restarts=RESTARTS,
+            most_workers=1,
         )
         self.learn = learn.on(0)
         self.weights = await self.learn.weights()
         self.version = self.weights.version
-        self.rounds = Rounds(settings.blocks, experiment.queue.budget, counts, self.version)
+        self.rounds = Rounds(settings.blocks, experiment.queue.budget, counts)
         self._lives, self._constructions = lives, counts.constructions
         self._plan_rounds()
         self._ledger.event(
@@ -240,17 +249,18 @@ class Training:
         if every_steps and not self.version:
             await self._evaluate()
         self._step_began_s = self._clock.now()
-        async for _ in self._flow.steps(experiment.run.steps - self.version, start=self.version):
-            for _ in range(self._planned):
-                await self._begin_round()
-            if not len(self.rounds):
-                break
-            await self._step()
-            is_last = not self._planned and not len(self.rounds)
-            if every_steps and (self.version % every_steps == 0 or is_last) and not self._stopped.is_set():
-                await self._evaluate()
-            if self.version % experiment.checkpoint.every_steps == 0 or is_last:
-                await self._checkpoint()
+        while self._planned:  # again only where steps were skipped
+            async for _ in self._flow.steps(experiment.run.steps - self.version, start=self.rounds.ended):
+                for _ in range(self._planned):
+                    await self._begin_round()
+                if not len(self.rounds):
+                    break
+                await self._step()
+                is_last = not self._planned and not len(self.rounds)
+                if every_steps and (self.version % every_steps == 0 or is_last) and not self._stopped.is_set():
+                    await self._evaluate()
+                if self.version % experiment.checkpoint.every_steps == 0 or is_last:
+                    await self._checkpoint()
 
     def conclude(self) -> None:
         """Check the accounting, and record it and the end. Raises AccountingError."""
@@ -296,18 +306,26 @@ class Training:
         taken = self.rounds.take(self.version)
         report: StepReport = await learning
         self._fence()
-        self.rounds.end(taken)
+        is_skipped = report.weights.version == self.version
+        self._skipped = self._skipped + 1 if is_skipped else 0
+        self.rounds.end(taken, skipped=is_skipped)
         self.weights, self.version = report.weights, report.weights.version
         self._lives, self._constructions = report.lives, report.constructions
         self._plan_rounds()
-        self._ledger.record(self._record(report))
+        self._ledger.record(self._record(report, is_skipped))
+        if self._skipped == MAX_SKIPPED:
+            raise StepRefused(
+                f"{MAX_SKIPPED} steps in a row weren't finite (version {self.version}): a lower trainer.learning_rate, "
+                "or rewards and observations of a smaller scale (policy.normalize), may help"
+            )
 
-    def _record(self, report: StepReport) -> StepRecord:
+    def _record(self, report: StepReport, skipped: bool) -> StepRecord:
         now_s, cpu_s = self._clock.now(), time.process_time()
         step_s, self._step_began_s = now_s - self._step_began_s, now_s
         orchestrator_cpu_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
         checkpoint_s, self._checkpoint_s = self._checkpoint_s, 0.0
-        step, blocks, settings = self.version - 1, self.rounds.blocks, self._experiment.simulator
+        step = self.version if skipped else self.version - 1
+        blocks, settings = self.rounds.blocks, self._experiment.simulator
         endings, failures, _ = self.rounds.accounting.take_recent()
         is_shared = bool({*settings.devices} & {*self._experiment.trainer.devices})
         yielded = report.compute_s / step_s if is_shared else 0.0
@@ -316,6 +334,7 @@ class Training:
         return StepRecord(
             step=step,
             version=self.version,
+            skipped=skipped,
             time_s=now_s - self._began_s,
             step_s=step_s,
             samples=blocks,
@@ -363,7 +382,7 @@ class Training:
         """Write the learner and the counts of fragments into a folder, atomically."""
         scratch = begin_folder(path)
         try:
-            await self.learn.save(str(scratch))
+            await self.learn.save(self.version, str(scratch))
             counts = self.rounds.counts(self._lives, self._constructions)
             (scratch / COUNTS_FILE).write_bytes(msgspec.json.encode(counts))
             commit_folder(path, CheckpointState(version=self.version, metrics=metrics))

@@ -83,14 +83,14 @@ def calibrate(experiment: SimulatorExperiment, seconds: float) -> Calibrated:
     """Train for about ``seconds`` in a temporary folder, with the run's workers. Raises as the run would."""
     plan = {"simulate": experiment.simulator.devices, "learn": experiment.trainer.devices}
     with tempfile.TemporaryDirectory(prefix="headway-check-") as folder:
-        return run(_measure, plan, experiment, Path(folder) / "lives", seconds)
+        return run(_measure, plan, experiment, Path(folder), seconds)
 
 
-async def _measure(flow: Flow, experiment: SimulatorExperiment, lives: Path, seconds: float) -> Calibrated:
+async def _measure(flow: Flow, experiment: SimulatorExperiment, folder: Path, seconds: float) -> Calibrated:
     blocks, clock = experiment.simulator.blocks, RealClock()
-    simulate = await flow.workers("simulate", Simulate, experiment, str(lives), (0,) * blocks)
+    simulate = await flow.workers("simulate", Simulate, experiment, str(folder / "lives"), (0,) * blocks)
     spaces, *_ = await simulate.spaces()
-    learn = (await flow.workers("learn", Learn, experiment, spaces, "", most_workers=1)).on(0)
+    learn = (await flow.workers("learn", Learn, experiment, spaces, str(folder / "states"), "", most_workers=1)).on(0)
     weights, end_s, reports = await learn.weights(), clock.now() + seconds, list[StepReport]()
     async for step in flow.steps(_MAX_STEPS):
         numbers = flow.channel("blocks", balance="round_robin", consumers=simulate)

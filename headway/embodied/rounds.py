@@ -22,6 +22,7 @@ class FragmentCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of a run's fragments at a checkpoint; in one that is resumed nothing is open."""
 
     admitted: int = 0
+    rounds: int = 0  # that have ended: number of the next one
     ended: dict[str, int] = {}  # "ENDING: REASON" -> fragments
     lives: tuple[int, ...] = ()  # of each block: how often it was built again
     constructions: int = 0  # simulator objects
@@ -33,6 +34,7 @@ class FragmentCounts(msgspec.Struct, frozen=True, kw_only=True):
         failed_count = self.ended.get(_LOST, 0) + lost_count
         return FragmentCounts(
             admitted=max(admitted, self.admitted),
+            rounds=self.rounds,
             ended=self.ended | ({_LOST: failed_count} if failed_count else {}),
             lives=tuple(life + 1 for life in self.lives),
             constructions=self.constructions,
@@ -43,7 +45,7 @@ class FragmentCounts(msgspec.Struct, frozen=True, kw_only=True):
 class Round:
     """One fragment of every block."""
 
-    number: int  # the training step that takes it
+    number: int  # of its fragments
     version: int  # of the policy that acts in it
     indices: range  # of admission, by block
     channel: Any  # of its fragments
@@ -53,10 +55,10 @@ class Round:
 class Rounds:
     """Rounds under way, oldest first; each fragment is a group of one to admission, selection and accounting.
 
-    Invariant: a round is trained in the step of its number, at a staleness of at most ``budget``."""
+    Invariant: rounds are trained in the order of their numbers, a step each, at a staleness of at most ``budget``."""
 
-    def __init__(self, blocks: int, budget: int, counts: FragmentCounts, completed: int) -> None:
-        """``counts``: of the fragments before; ``completed``: training steps."""
+    def __init__(self, blocks: int, budget: int, counts: FragmentCounts) -> None:
+        """``counts``: of the fragments before."""
         self.blocks, self._budget = blocks, budget
         self.admitted = counts.admitted
         self.accounting = Accounting()
@@ -67,10 +69,15 @@ class Rounds:
         self.accounting.restore(next_index=counts.admitted, open_members={}, ended=ended, failures={})
         self._open_groups = OpenGroups(blocks, budget, "wait")
         self._under_way: deque[Round] = deque()
-        self._next = completed
+        self.next_number = counts.rounds  # of the round that begins next
 
     def __len__(self) -> int:
         return len(self._under_way)
+
+    @property
+    def ended(self) -> int:
+        """The number of rounds that have ended since the run began."""
+        return self.next_number - len(self._under_way)
 
     @property
     def open_fragments(self) -> int:
@@ -85,7 +92,7 @@ class Rounds:
             groups_per_step=self.blocks,
             budget=self._budget,
         )
-        return min(fragments // self.blocks, last - self._next)
+        return min(fragments // self.blocks, last - completed - len(self._under_way))
 
     def begin(self, version: int, channel: Any, call: Any) -> None:
         """Add the next round."""
@@ -94,33 +101,27 @@ class Rounds:
             self.accounting.admit(index, 1)
             self._open_groups.add(OpenGroup(index=index, first_version=version, state="running"))
         self.admitted = indices.stop
-        self._under_way.append(
-            Round(number=self._next, version=version, indices=indices, channel=channel, call=call)
-        )
-        self._next += 1
-
-    @property
-    def next_number(self) -> int:
-        """The number of the round that begins next."""
-        return self._next
+        number, self.next_number = self.next_number, self.next_number + 1
+        self._under_way.append(Round(number=number, version=version, indices=indices, channel=channel, call=call))
 
     def take(self, step: int) -> Round:
-        """Take the round of ``step``, all of whose fragments are there. Raises BudgetExceeded, and AccountingError for
-        a round of another step."""
+        """Take the oldest round, all of whose fragments are there, for ``step``. Raises BudgetExceeded, and
+        AccountingError where the selection under the budget is another."""
         oldest = self._under_way[0]
         for index in oldest.indices:
             self._open_groups.add(OpenGroup(index=index, first_version=oldest.version, state="finished"))
         selection = self._open_groups.select(step)
-        if oldest.number != step or selection.groups != tuple(oldest.indices):
+        if selection.groups != tuple(oldest.indices):
             raise AccountingError(f"step {step} would take fragments {selection.groups} of round {oldest.number}")
         return oldest
 
-    def end(self, taken: Round) -> None:
-        """End the fragments of the round that `take` returned as trained."""
+    def end(self, taken: Round, *, skipped: bool) -> None:
+        """End the fragments of the round that `take` returned: trained, or lost for a step that wasn't finite."""
         self._under_way.popleft()
+        ending, reason = ("discarded", "step not finite") if skipped else ("trained", "step")
         for index in taken.indices:
             self._open_groups.remove(index)
-            self.accounting.end(index, 0, "trained", "step")
+            self.accounting.end(index, 0, ending, reason)
 
     @property
     def oldest(self) -> Round:
@@ -133,5 +134,7 @@ class Rounds:
     def counts(self, lives: tuple[int, ...], constructions: int) -> FragmentCounts:
         """Counts for a checkpoint."""
         ended = {f"{ending}: {reason}": count for (ending, reason), count in self.accounting.reasons.items()}
-        return FragmentCounts(admitted=self.admitted, ended=ended, lives=lives, constructions=constructions)
+        return FragmentCounts(
+            admitted=self.admitted, rounds=self.ended, ended=ended, lives=lives, constructions=constructions
+        )
 

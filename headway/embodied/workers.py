@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import resource
+import shutil
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.block import LaneBlock, seed_of
@@ -112,14 +113,20 @@ class Simulate(Worker):
 
 
 class Learn(Worker):
-    """Trains the policy on the fragments of one round a step, in the order of the blocks."""
+    """Trains the policy on the fragments of one round a step, in the order of the blocks.
 
-    def __init__(self, experiment: SimulatorExperiment, spaces: Spaces, checkpoint: str) -> None:
-        """``checkpoint``: folder to go on from; "": none. A successor gets a later `state`, so it may be gone then."""
-        from headway.embodied.learner import Learner
+    The state behind each step is a folder of ``states``, which no other process writes: a successor takes up the one
+    of the version that a call names, whether the dead worker had replied or not."""
 
-        self._learner = Learner(experiment, spaces, self.device)
-        if checkpoint and Path(checkpoint).is_dir():
+    stateless = True
+
+    def __init__(self, experiment: SimulatorExperiment, spaces: Spaces, states: str, checkpoint: str) -> None:
+        """``checkpoint``: folder to go on from; "": none."""
+        from headway.embodied.learner import FragmentLearner
+
+        self._learner = FragmentLearner(experiment, spaces, self.device)
+        self._states = Path(states)
+        if checkpoint and Path(checkpoint).is_dir():  # it may be gone when a successor starts
             self._learner.read(checkpoint)
 
     def weights(self) -> PolicyWeights:
@@ -132,13 +139,13 @@ class Learn(Worker):
         async for chunk in fragments.chunks(order=lambda fragment: fragment.block):
             taken += chunk
         arrived_s = time.monotonic()
-        if len(taken) != blocks or self._learner.version != version:
-            raise RuntimeError(
-                f"step {version}: {len(taken)} fragments of {blocks} blocks came to version {self._learner.version}"
-            )
+        if len(taken) != blocks:
+            raise RuntimeError(f"step {version}: {len(taken)} fragments of {blocks} blocks came")
         async with self.turn():
             computing_s = time.monotonic()
+            self._take_up(version)
             metrics = self._learner.step(taken)
+            self._keep_state()
             weights = self._learner.weights()
             ended_s = time.monotonic()
         return StepReport(
@@ -158,16 +165,26 @@ class Learn(Worker):
         """Resident bytes of this process."""
         return memory_bytes()
 
-    def save(self, folder: str) -> None:
-        """Write all that a resumed run needs of the learner into ``folder``."""
+    def save(self, version: int, folder: str) -> None:
+        """Write all that a resumed run needs of the learner of this version into ``folder``."""
+        self._take_up(version)
         self._learner.write(folder)
 
-    def state(self) -> Any:
-        """Parameters, moments, statistics and counters, for a successor."""
-        return self._learner.state()
+    def _take_up(self, version: int) -> None:
+        """Go on from the state of this version, unless it is the present one."""
+        if self._learner.version != version:
+            self._learner.read(self._states / str(version))
 
-    def restore(self, state: Any) -> None:
-        self._learner.load(state)
+    def _keep_state(self) -> None:
+        """Write the present state beside the last one, from which the step would be repeated if its reply were lost."""
+        version = self._learner.version
+        folder, scratch = self._states / str(version), self._states / "next"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        self._learner.write(str(scratch))
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
+        shutil.rmtree(self._states / str(version - 2), ignore_errors=True)
 
 
 def _next_life(folder: Path, block: int, first_life: int) -> int:
