@@ -44,7 +44,7 @@ class _Rows:
 
     def __init__(self, steps: int, lanes: int, spaces: Spaces) -> None:
         observations, actions = spaces
-        self.observations_tb = np.empty((steps, lanes, *observations.shape), observations.low.dtype)
+        self.observations_tb = np.empty((steps + 1, lanes, *observations.shape), observations.low.dtype)  # and the last
         self.actions_tb = (
             np.empty((steps, lanes, *actions.shape), np.float32)
             if isinstance(actions, Box)
@@ -112,6 +112,7 @@ class LaneBlock:
                 watch.enter_context(self._limited(1.25 * self._step_timeout_s))
             if self._observations_b is None:
                 self._observations_b = self._call(0, None, self._simulator.reset)
+            self._write(0, rows.observations_tb, self._observations_b, "observations")
             for t in range(self._steps):
                 # A timer a step would cost as much as the step.
                 if self._limited is not None and (now_s := self._now()) >= armed_s + 0.25 * self._step_timeout_s:
@@ -140,16 +141,15 @@ class LaneBlock:
         return generator.random(shape, dtype=np.float32)
 
     def _step(self, t: int, rows: _Rows, noise_b: Array) -> None:
-        """Act on the last observations, step all lanes, and record both as row ``t``."""
-        observations_b = self._observations_b
-        self._write(t, rows.observations_tb, observations_b, "observations")
-        if isinstance(observations_b, np.ndarray):
-            observations_b = rows.observations_tb[t]
+        """Act on the observations of row ``t``, step all lanes, and record what comes of it."""
+        tensors_b = self._observations_b
+        observations_b = rows.observations_tb[t] if isinstance(tensors_b, np.ndarray) else tensors_b
         actions_b, logprobs_b, values_b = self._policy.act(observations_b, noise_b)
         rows.actions_tb[t] = to_host(actions_b)
         rows.logprobs_tb[t] = to_host(logprobs_b)
         rows.values_tb[t] = to_host(values_b)
         lanes = self._call(t, rows, self._simulator.step, self._clip(actions_b))
+        self._write(t + 1, rows.observations_tb, lanes.observations_b, "observations")
         self._write(t, rows.rewards_tb, lanes.rewards_b, "rewards")
         self._write(t, rows.terminated_tb, lanes.terminated_b, "terminated")
         self._write(t, rows.truncated_tb, lanes.truncated_b, "truncated")
@@ -166,7 +166,7 @@ class LaneBlock:
             return method(*arguments)
         except Exception as error:  # the boundary to a simulator's code
             if rows is not None:
-                self._require_finite(rows, t + 1, t)  # numbers that were wrong earlier explain it better
+                self._require_finite(rows, t)  # numbers that were wrong earlier explain it better
             lane = error.lane if isinstance(error, SimulatorFailed) else None
             problem = str(error) if isinstance(error, SimulatorFailed) else f"the simulator raised {error_text(error)}"
             self._fail(t, lane, problem, error)
@@ -199,11 +199,9 @@ class LaneBlock:
         rows.rewards_tb[~rows.counted_tb] = 0.0
         rows.terminated_tb &= rows.counted_tb
         rows.truncated_tb &= rows.counted_tb & ~rows.terminated_tb
-        self._require_finite(rows, self._steps, self._steps)
-        last_b = np.empty_like(rows.observations_tb[:1])
-        self._write(0, last_b, self._observations_b, "observations")
+        self._require_finite(rows, self._steps)
         final_at = np.argwhere(rows.truncated_tb)
-        finals_n = np.empty((len(final_at), *last_b.shape[2:]), last_b.dtype)
+        finals_n = np.empty((len(final_at), *rows.observations_tb.shape[2:]), rows.observations_tb.dtype)
         for index, (t, lane) in enumerate(final_at.tolist()):
             final = rows.final_observations.get((t, lane))
             if final is None or final.shape != finals_n.shape[1:] or not np.isfinite(final).all():
@@ -213,7 +211,7 @@ class LaneBlock:
             block=self.number,
             number=self.fragments,
             version=version,
-            observations_tb=rows.observations_tb,
+            observations_tb=rows.observations_tb[:-1],
             actions_tb=rows.actions_tb,
             logprobs_tb=rows.logprobs_tb,
             values_tb=rows.values_tb,
@@ -221,7 +219,7 @@ class LaneBlock:
             terminated_tb=rows.terminated_tb,
             truncated_tb=rows.truncated_tb,
             counted_tb=rows.counted_tb,
-            last_observations_b=last_b[0],
+            last_observations_b=rows.observations_tb[-1],
             final_at=final_at,
             final_observations_n=finals_n,
             episodes=self._episodes(rows),
@@ -251,13 +249,13 @@ class LaneBlock:
         self._lengths_b += (open_tb & rows.counted_tb).sum(axis=0)
         return tuple(episodes)
 
-    def _require_finite(self, rows: _Rows, acted: int, stepped: int) -> None:
-        """Raise SimulatorFailed for the first number of the simulator that isn't finite, in ``acted`` rows of
-        observations and actions, and ``stepped`` rows of rewards."""
+    def _require_finite(self, rows: _Rows, steps: int) -> None:
+        """Raise SimulatorFailed for the first number that isn't finite of ``steps`` steps and the observations behind
+        them."""
         named_rows = {
-            "observation": rows.observations_tb[:acted],
-            "action of the policy": rows.actions_tb[:acted],
-            "reward": rows.rewards_tb[:stepped],
+            "observation": rows.observations_tb[: steps + 1],
+            "action of the policy": rows.actions_tb[: steps + 1],
+            "reward": rows.rewards_tb[:steps],
         }
         faults = []
         for name, rows_tb in named_rows.items():

@@ -18,8 +18,10 @@ Seeds = Callable[[int, int], int]  # (lane, its episode from 0) -> the simulator
 
 
 def to_host(array: Any) -> Array:
-    """Return NumPy's view of an array that supports DLPack, copied only where it is on another device."""
-    return array if isinstance(array, np.ndarray) else np.from_dlpack(array, device="cpu")
+    """Return a NumPy view of an array or of a tensor that supports DLPack, copied only from another device."""
+    if isinstance(array, np.ndarray):
+        return array
+    return np.from_dlpack(array, device="cpu") if hasattr(array, "__dlpack__") else np.asarray(array)
 
 
 @dataclass(frozen=True, eq=False)

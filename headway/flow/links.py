@@ -47,37 +47,29 @@ class StageLinks:
 
     def graph(self, order: Sequence[str]) -> tuple[tuple[WorkflowEdge, ...], tuple[WorkflowLoop, ...]]:
         """Return edges and loops for the search of a plan. ``order``: stages, upstream first. Items and messages that
-        go back are no edge, unless the messages go back several times a step: then they close a loop."""
+        go back are no edge, unless messages go back several times a step: then they close a loop."""
         position = {stage: index for index, stage in enumerate(order)}
+        links = [(edge, traffic.size_bytes / traffic.count, 1) for edge, traffic in self._channels.items()]
+        for edge, traffic in self._messages.items():
+            workers = max(self._workers.get(stage, 1) for stage in edge)
+            rounds = max(1, round(traffic.count / self._steps / workers))
+            links.append((edge, traffic.size_bytes / (self._steps * self._items * rounds), rounds))
+        links = sorted(link for link in links if set(link[0]) <= position.keys())
+        downstream = {stage: {stage} for stage in order}
         edges: list[WorkflowEdge] = []
         loops: list[WorkflowLoop] = []
-        has_rate = self.bytes_per_s is not None
-
-        def add(edge: Edge, item_bytes: float, loop: str | None = None) -> None:
-            bytes_per_item = item_bytes if has_rate else 0.0
-            edges.append(WorkflowEdge(source=edge[0], to=edge[1], bytes_per_item=bytes_per_item, loop=loop))
-
-        known = [{edge for edge in links if set(edge) <= position.keys()} for links in (self._channels, self._messages)]
-        forward = [[edge for edge in links if position[edge[0]] < position[edge[1]]] for links in known]
-        for edge in sorted(forward[0]):
-            add(edge, self._channels[edge].size_bytes / self._channels[edge].count)
-        for edge in sorted(forward[1]):
-            add(edge, self._message_bytes(edge))
-        ordered_edges = sorted({*forward[0], *forward[1]}, key=lambda edge: position[edge[0]])
-        for source, to in sorted(known[1]):
-            downstream = {to}
-            for edge in ordered_edges:
-                downstream |= {edge[1]} if edge[0] in downstream else set()
-            if position[to] < position[source] and source in downstream and (rounds := self._rounds((source, to))) > 1:
-                name = f"{source} to {to}"
-                add((source, to), self._message_bytes((source, to)), name)
+        # Forward links come first, in the order of their sources: `downstream` is complete for those that go back.
+        for (source, to), item_bytes, rounds in sorted(
+            links, key=lambda link: (position[link[0][0]] >= position[link[0][1]], position[link[0][0]])
+        ):
+            name = None if position[source] < position[to] else f"{source} to {to}"
+            if name is None:
+                for stages in downstream.values():
+                    stages |= {to} if source in stages else set()
+            elif rounds > 1 and source != to and source in downstream[to]:
                 loops.append(WorkflowLoop(name=name, rounds=rounds))
+            else:
+                continue
+            bytes_per_item = item_bytes if self.bytes_per_s else 0.0
+            edges.append(WorkflowEdge(source=source, to=to, bytes_per_item=bytes_per_item, loop=name))
         return tuple(edges), tuple(loops)
-
-    def _rounds(self, edge: Edge) -> int:
-        """Messages of a step from each worker, or to each where those are more."""
-        workers = max(self._workers.get(stage, 1) for stage in edge)
-        return max(1, round(self._messages[edge].count / self._steps / workers))
-
-    def _message_bytes(self, edge: Edge) -> float:
-        return self._messages[edge].size_bytes / (self._steps * self._items * self._rounds(edge))

@@ -37,7 +37,13 @@ class Scripted(gymnasium.Env[Any, Any]):
         observation = self._with_fault("observation", np.array([self.episode, self.steps], np.float32))
         reward = self._with_fault("reward", 10.0 * self.episode + self.steps)
         info = self._with_fault("info", {})
-        return observation, reward, ended and end in ("terminated", "both"), ended and end in ("truncated", "both"), info
+        return (
+            observation,
+            reward,
+            ended and end in ("terminated", "both"),
+            ended and end in ("truncated", "both"),
+            info,
+        )
 
     def _with_fault(self, kind: str, usual: Any) -> Any:
         step, fault = self.faults.get(kind, (-1, None))

@@ -143,7 +143,7 @@ class VectorLanes:
                 if (success := self._success_of(lane, final_infos)) is not None:
                     successes[lane] = success
         if "success" in infos:
-            self._succeeded_b |= counted_b & (to_host(infos["success"]) > 0)
+            self._succeeded_b |= counted_b & to_host(infos["success"]).astype(np.bool_)
             self._succeeded_b &= ~ended_b
         return LaneSteps(observations_b, rewards_b, terminated_b, truncated_b, counted_b, final_observations, successes)
 

@@ -53,7 +53,7 @@ def _names_object(name: str) -> bool:
 def _open_object(make: Callable[..., Any], arguments: dict[str, Any], lanes: int, seeds: Seeds) -> LaneSimulator:
     """Build lanes by a user's class or function."""
     parameters = inspect.signature(make).parameters
-    if "lanes" in parameters:
+    if "lanes" in parameters and "seeds" in parameters:
         simulator = make(lanes=lanes, seeds=[seeds(lane, 0) for lane in range(lanes)], **arguments)
         _require_lanes(simulator.lanes, lanes)
         return cast("LaneSimulator", simulator)

@@ -178,7 +178,7 @@ class Gym(Environment):
 
         while True:
             game = self._games[episode.name] = self._pool.acquire(arguments)
-            text = await self._pool.begin(game, arguments, json.dumps(start, sort_keys=True, default=repr), reset)
+            text = await self._pool.begin(game, reset, start)
             if text is not None:
                 return text
             self._pool.release(game)

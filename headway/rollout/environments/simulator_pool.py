@@ -21,14 +21,14 @@ _MAX_FIRST_TEXTS = 4096
 class GameSimulator:
     """A game's simulator, in a thread of its own."""
 
-    key: str  # its arguments
+    arguments: Mapping[str, Any]
     executor: SingleThreadExecutor
     env: Any = None
     is_used: bool = False  # it had a game before
-    is_healthy: bool = False  # no call of it is under way, and none has failed
+    is_healthy: bool = False  # no call of it is under way, and the last one hasn't failed
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Run a function of the simulator in its thread."""
+        """Run a function in the simulator's thread."""
         self.is_healthy = False
         returned = await self.executor.run(function)
         self.is_healthy = True
@@ -38,11 +38,10 @@ class GameSimulator:
 class SimulatorPool:
     """The simulators of an environment, by their arguments.
 
-    Lifecycle of a simulator: *running* a game, built in it by its first ``reset`` -> *idle* -> running the next one ...
-    -> closed: if a call failed or hasn't returned by its game's end, if its reset shows the game before, or if it is
-    the longest idle one and another is needed.
+    Lifecycle of a simulator: *running* a game -> *idle* -> running the next one ... -> closed: if a call has failed or
+    not returned by its game's end, if resets don't forget the game before, or as the longest idle one of too many.
 
-    Invariant: there are never more simulators, idle and running, than have run at once, and one more.
+    Invariant: no more simulators are running and idle than have run at once; one more may be compared with them.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
@@ -51,88 +50,86 @@ class SimulatorPool:
         self._running: set[GameSimulator] = set()
         self._idle: list[GameSimulator] = []  # the longest idle first
         self._peak = 0  # most that have run at once
-        self._count = 0  # of all simulators so far
-        self._first_texts: dict[tuple[str, str], str] = {}  # (arguments, start) -> first observation of a new one
-        self._verified: set[str] = set()  # arguments of which a used simulator began like a new one
-        self._unpooled: set[str] = set()  # arguments of which one didn't
+        self._first_texts: dict[str, str] = {}  # arguments and start -> first observation of a new simulator
+        self._resets: str = "unknown"  # then new: like those of a new one; random: no two agree; or stale
         self._closing: set[asyncio.Task[None]] = set()
 
     def acquire(self, arguments: Mapping[str, Any]) -> GameSimulator:
         """Return a simulator for a game with these arguments; `release` it in any case."""
-        key = json.dumps(arguments, sort_keys=True, default=repr)
-        simulator = next((idle for idle in reversed(self._idle) if idle.key == key), None)
-        if simulator is not None:
-            self._idle.remove(simulator)
+        simulator = next((idle for idle in reversed(self._idle) if idle.arguments == arguments), None)
+        if simulator is None:
+            simulator = GameSimulator(arguments=arguments, executor=SingleThreadExecutor("gym"))
         else:
-            self._count += 1
-            simulator = GameSimulator(key=key, executor=SingleThreadExecutor(f"gym-{self._count}"))
+            self._idle.remove(simulator)
         self._running.add(simulator)
         self._peak = max(self._peak, len(self._running))
-        while self._idle and len(self._running) + len(self._idle) > self._peak:
+        while len(self._running) + len(self._idle) > self._peak:
             self._close(self._idle.pop(0))
         return simulator
 
     def release(self, simulator: GameSimulator) -> None:
         """Take back a simulator whose game has ended, or was abandoned."""
         self._running.discard(simulator)
-        if simulator.is_healthy and simulator.key not in self._unpooled:
+        if simulator.is_healthy and self._resets != "stale":
             simulator.is_used = True
             self._idle.append(simulator)
         else:
             self._close(simulator)
 
     async def begin(
-        self, simulator: GameSimulator, arguments: Mapping[str, Any], start: str, reset: Callable[[Any], str]
+        self, simulator: GameSimulator, reset: Callable[[Any], str], start: Mapping[str, Any]
     ) -> str | None:
-        """Begin a game by ``reset(env)``; returns the first observation, or None where a used simulator shows that its
-        reset isn't new: then the game needs another one. ``start``: seed and options."""
-
-        def build_and_reset() -> str:
-            if simulator.env is None:
-                simulator.env = self._make(**arguments)
-            return reset(simulator.env)
-
-        text = await simulator.run(build_and_reset)
-        case = (simulator.key, start)
+        """Begin a game by ``reset(env)``, and return the first observation; None: a used simulator doesn't begin like a
+        new one, and another must be acquired. ``start``: seed and options."""
+        text = await self._first_text(simulator, reset)
+        case = json.dumps([simulator.arguments, start], default=repr)
         if not simulator.is_used:
             self._first_texts[case] = text
             if len(self._first_texts) > _MAX_FIRST_TEXTS:
                 del self._first_texts[next(iter(self._first_texts))]
             return text
         expected_text = self._first_texts.get(case)
-        if text == expected_text or (expected_text is None and simulator.key in self._verified):
-            self._verified.add(simulator.key)
+        if self._resets == "random" or text == expected_text or (self._resets == "new" and expected_text is None):
             return text
         if expected_text is None:
-            expected_text = await self._first_text_of_new(simulator.key, arguments, reset)
-        if text != expected_text == await self._first_text_of_new(simulator.key, arguments, reset):
-            self._unpooled.add(simulator.key)
-            for idle in [idle for idle in self._idle if idle.key == simulator.key]:
-                self._idle.remove(idle)
-                self._close(idle)
+            expected_text = await self._first_text_of_new(simulator, reset)
+        if text == expected_text:
+            self._resets = "new"
+        elif expected_text != await self._first_text_of_new(simulator, reset):
+            self._resets = "random"
+        else:
+            self._resets = "stale"
+            self._close_idle()
             _log.warning(
-                "a used game with the arguments %s doesn't begin like a new one (%s), since its reset() keeps something of "
-                "the game before: a simulator is built for each rollout",
-                simulator.key,
-                start,
+                "a used game doesn't begin like a new one (%s): its reset() keeps something of the game before, so a "
+                "simulator is built for each rollout",
+                case,
             )
             return None
-        self._verified.add(simulator.key)
         return text
 
     async def stop(self) -> None:
         """Close all idle simulators."""
-        while self._idle:
-            self._close(self._idle.pop())
+        self._close_idle()
         if self._closing:
             await asyncio.wait(self._closing, timeout=_CLOSE_S)
 
-    async def _first_text_of_new(self, key: str, arguments: Mapping[str, Any], reset: Callable[[Any], str]) -> str:
-        """Return the first observation of a simulator that is built for that."""
-        simulator = GameSimulator(key=key, executor=SingleThreadExecutor("gym-comparison"))
+    def _close_idle(self) -> None:
+        while self._idle:
+            self._close(self._idle.pop())
+
+    async def _first_text(self, simulator: GameSimulator, reset: Callable[[Any], str]) -> str:
+        def build_and_reset() -> str:
+            if simulator.env is None:
+                simulator.env = self._make(**simulator.arguments)
+            return reset(simulator.env)
+
+        return await simulator.run(build_and_reset)
+
+    async def _first_text_of_new(self, other: GameSimulator, reset: Callable[[Any], str]) -> str:
+        simulator = GameSimulator(arguments=other.arguments, executor=SingleThreadExecutor("gym"))
         try:
-            simulator.env = await simulator.run(lambda: self._make(**arguments))
-            return await simulator.run(lambda: reset(simulator.env))
+            return await self._first_text(simulator, reset)
         finally:
             self._close(simulator)
 
@@ -140,8 +137,8 @@ class SimulatorPool:
         """Close a simulator in its thread, without waiting: it may hang."""
         task = asyncio.get_running_loop().create_task(simulator.executor.run(lambda: close_game(simulator.env)))
         self._closing.add(task)
-        task.add_done_callback(self._on_closed)
         task.add_done_callback(lambda _: simulator.executor.end())
+        task.add_done_callback(self._on_closed)
 
     def _on_closed(self, task: asyncio.Task[None]) -> None:
         self._closing.discard(task)

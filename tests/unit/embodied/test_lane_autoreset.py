@@ -137,7 +137,9 @@ def test_cut_episodes_of_halfcheetah_keep_the_state_before_the_reset():
     replayed = gymnasium.make("HalfCheetah-v5")
     replayed.reset(seed=SEEDS(1, 0))
     actions = fragment.actions_tb[:5, 1].clip(-1, 1)
-    np.testing.assert_array_equal([replayed.step(action)[0] for action in actions][-1], fragment.final_observations_n[1])
+    np.testing.assert_array_equal(
+        [replayed.step(action)[0] for action in actions][-1], fragment.final_observations_n[1]
+    )
 
 
 def test_cartpole_terminates_and_acts_by_numbers():

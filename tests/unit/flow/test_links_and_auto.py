@@ -34,12 +34,12 @@ def test_messages_that_go_back_several_times_a_step_are_a_loop():
     edges, loops = links.graph(ORDER)
     assert loops == (WorkflowLoop(name="simulate to act", rounds=ROUNDS),)
     assert [(edge.source, edge.to, edge.loop) for edge in edges] == [
-        ("simulate", "train", None),
         ("act", "simulate", None),
+        ("simulate", "train", None),
         ("simulate", "act", "simulate to act"),
     ]
-    assert edges[0].bytes_per_item == 100
-    assert edges[1].bytes_per_item == 2 * 1000 / ITEMS  # two workers send 1,000 bytes in each round
+    assert edges[1].bytes_per_item == 100
+    assert edges[0].bytes_per_item == 2 * 1000 / ITEMS  # two workers send 1,000 bytes in each round
     assert links.bytes_per_s == pytest.approx(1600 / 1.0)
 
 
@@ -91,17 +91,17 @@ def test_a_plan_of_stages_that_send_each_other_messages():
 
 
 def test_a_plan_holds_no_more_items_than_a_device_has_memory_for():
-    """A device has 100 bytes; a turn of 2 items on two devices took 30, one of 8 took 90; alone 8 items would take 170."""
+    """A device has 100 bytes, and turns of 8 items take less time than four of 2."""
 
-    def chain(peak: bool) -> ExecutionPlan:
-        stage = lambda items: times(items=items, busy_s=1.0 + items, peak_bytes=(10 + 10 * items) * peak)  # noqa: E731
-        return planned(["cuda:0"], {"generate": stage, "train": stage}, {("generate", "train"): Traffic(count=8)})
+    def chunk(item_bytes: int) -> int | None:
+        def stage(items: int) -> StageTimes:
+            return times(items=items, busy_s=1.0 + items, peak_bytes=10 + item_bytes * items)
 
-    assert chain(False).stages["generate"].chunk is None
-    assert chain(True).stages["generate"].chunk is None  # 90 of 100 bytes
-    assert planned(
-        ["cuda:0"], {"generate": lambda items: times(items=items, busy_s=1.0 + items, peak_bytes=10 + 20 * items)}, {}
-    ).stages["generate"].chunk in (1, 2, 4)
+        edges = {("generate", "train"): Traffic(count=8)}
+        return planned(["cuda:0"], {"generate": stage, "train": stage}, edges).stages["generate"].chunk
+
+    assert chunk(11) is None  # 98 bytes for all
+    assert chunk(20) == 4  # 90 bytes
 
 
 def test_memory_of_a_gpu_is_the_peak_since_the_last_reading(monkeypatch: pytest.MonkeyPatch):

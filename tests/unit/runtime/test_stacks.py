@@ -76,7 +76,7 @@ def test_the_package_is_found_wherever_it_lies(place: str, tmp_path: Path):
 
 def test_a_watchdogs_traceback_is_that_of_the_methods():
     threads = {
-        "links": '  File "/lib/selectors.py", line 468 in select\n  File "/lib/threading.py", line 1002 in _bootstrap\n',
+        "links": '  File "/lib/selectors.py", line 468 in select\n  File "/lib/threading.py", line 9 in run\n',
         "methods": (
             '  File "/user/simulator.py", line 7 in step\n  File "/headway/flow/host.py", line 9 in serve_methods\n'
             '  File "/lib/threading.py", line 1002 in _bootstrap\n'
