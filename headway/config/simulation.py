@@ -75,7 +75,8 @@ class EmbodiedAlgorithmConfig(Section):
     discount: Share = 0.99  # of rewards, a step
     decay: Share = 0.95  # lambda of the advantages
     clip: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to 1 - clip ... 1 + clip
-    value_coefficient: NotNegative = 0.5  # of the value loss
+    value_coefficient: NotNegative = 0.5  # of the value loss, the mean squared error
+    value_clip: AboveZero | None = None  # values gain nothing by moving further in a step, in units of reward
     entropy_coefficient: NotNegative = 0.0  # bonus: weight of the policy's entropy
     behaviour_weight_cap: AboveZero = 2.0  # truncated importance weight of stale fragments
     early_stop_kl: AboveZero | None = None  # k3, in nats an action, that ends a step's updates ...

@@ -77,7 +77,7 @@ class ActorCritic:
             sums = features @ parameters[f"hidden{layer}"] + parameters[f"hidden{layer}_bias"]
             features = self._library.tanh(sums)  # [2, n, units]
         actor_nw, critic_nw = features if self._layers else (features, features)
-        values_n = (critic_nw @ parameters["critic"] + parameters["critic_bias"])[:, 0]
+        values_n = (critic_nw @ parameters["critic"] + parameters["critic_bias"]).squeeze(-1)
         return actor_nw @ parameters["actor"] + parameters["actor_bias"], values_n
 
     def _features(self, parameters: Mapping[str, Any], pictures_n: Any) -> Any:

@@ -1,0 +1,270 @@
+"""The learner of a policy in simulators: Adam steps on the fragments of one round at a time.
+
+Shapes: t steps of a fragment, b lanes, n transitions of a step, m those of a minibatch, p all parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from headway.config.simulation import SimulatorExperiment
+from headway.embodied.objective import MinibatchLoss, Transitions, minibatch_loss, ratio_changes, returns_of, steps_of
+from headway.embodied.policies import CLIP, ActorCritic, normalised
+from headway.embodied.records import Array, Box, Fragment, PolicyWeights, Spaces
+from headway.embodied.statistics import RunningStatistics
+from headway.records.errors import CheckpointCorrupt
+from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
+from headway.runtime.devices import parse_device
+from headway.trainer.optimizer import AdamW, learning_rate
+
+_FILE = "learner.safetensors"
+_SHUFFLES = 1 << 63  # second half of their keys: those of blocks' noise are block numbers
+_BETA2, _EPSILON = 0.999, 1e-5  # Adam's in PPO's published code
+
+
+class _Update(NamedTuple):
+    """An optimiser step that was taken, or skipped."""
+
+    loss: MinibatchLoss
+    grad_norm: float  # before it is cut; not finite: the step was skipped
+
+
+class FragmentLearner:
+    """Parameters, optimiser and statistics of the policy, of which each `step` makes a version.
+
+    Lifecycle: built, with weights from the run's seed -> ``step`` any number of times. ``state`` and ``load``, or
+    ``write`` and ``read`` as a file, bring another one to the same bits.
+
+    A step whose gradients are never finite changes nothing and makes no version."""
+
+    def __init__(self, experiment: SimulatorExperiment, spaces: Spaces, device: str) -> None:
+        """``device``: as a plan names it. Raises ConfigurationError for squashed actions without bounds."""
+        self._algorithm, self._trainer = experiment.algorithm, experiment.trainer
+        self._seed, self._total_steps = experiment.run.seed, experiment.run.steps
+        parsed = parse_device(str(device))
+        if parsed.threads is not None:
+            torch.set_num_threads(parsed.threads)
+        self._device, self._spaces = torch.device(parsed.torch_device()), spaces
+        self._network = ActorCritic(spaces, experiment.policy, torch, self._tensor)
+        self._normalises = experiment.policy.normalize
+        sizes = [math.prod(shape) for shape in self._network.shapes.values()]
+        self._parameters_p = torch.zeros(sum(sizes), device=self._device)
+        self._parameters = {
+            name: view.detach().requires_grad_() for name, view in self._network.views(self._parameters_p).items()
+        }
+        self._initialise()
+        self._optimiser = AdamW([self._parameters_p])
+        self._moments = self._optimiser.zero_state(self._parameters_p)
+        self._optimiser.state[self._parameters_p] = self._moments
+        self._statistics = RunningStatistics.start(spaces.observations.shape)
+        self.version = 0
+
+    @torch.no_grad()
+    def _initialise(self) -> None:
+        """Orthogonal weights, the actor's last layer near 0 (as stable-baselines3 has them)."""
+        generator = torch.Generator().manual_seed(self._seed)
+        for name, view in self._parameters.items():
+            if name.endswith("_bias") or name == "log_deviations":
+                continue
+            gain = {"actor": 0.01, "critic": 1.0}.get(name, math.sqrt(2.0))
+            for matrix in view if name.startswith("hidden") else [view]:
+                weights = torch.empty(matrix.shape)
+                matrix.copy_(torch.nn.init.orthogonal_(weights, gain, generator=generator))
+
+    def step(self, fragments: Sequence[Fragment]) -> dict[str, float]:
+        """Train on a fragment of each block, by block number; returns the step's metrics."""
+        statistics, scale = self._statistics, 1.0
+        if self._normalises:
+            statistics = statistics.with_returns_of(fragments, self._algorithm.discount)
+            scale = float(statistics.returns.deviation)
+        transitions = self._transitions(fragments, scale)
+        rate = learning_rate(self.version, self._trainer, self._total_steps)
+        updates, skipped_minibatches = self._train(transitions, rate)
+        applied = [update for update in updates if math.isfinite(update.grad_norm)]
+        staleness = [self.version - fragment.version for fragment in fragments]
+        if applied:
+            self.version += 1
+            reads_pictures = self._network.reads_pictures
+            normalises = self._normalises and not reads_pictures
+            self._statistics = statistics.with_observations_of(fragments) if normalises else statistics
+        return {
+            **_metrics(transitions, applied),
+            "learning_rate": rate,
+            "reward_scale": scale,
+            "staleness_mean": sum(staleness) / len(staleness),
+            "staleness_max": float(max(staleness)),
+            "skipped_updates": float(len(updates) - len(applied)),
+            SKIPPED_MINIBATCHES: float(skipped_minibatches),
+        }
+
+    def weights(self) -> PolicyWeights:
+        """A copy of the present weights, with their version."""
+        observations = self._statistics.observations
+        parameters_p = self._parameters_p.cpu().numpy().copy()
+        return PolicyWeights(self.version, parameters_p, observations.mean, observations.deviation)
+
+    def state(self) -> dict[str, Array]:
+        """Copies of all that a step reads and changes, by name."""
+        arrays = {f"optimiser.{name}": tensor.cpu().numpy().copy() for name, tensor in self._moments.items()}
+        arrays["parameters"] = self._parameters_p.cpu().numpy().copy()
+        return arrays | self._statistics.state() | {"version": np.array(self.version)}
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """Go on from a `state`. Raises ValueError for that of another policy."""
+        tensors = {f"optimiser.{name}": tensor for name, tensor in self._moments.items()}
+        tensors["parameters"] = self._parameters_p
+        statistics, version = RunningStatistics.restored(arrays), int(arrays["version"])
+        shapes = {name: (tuple(tensor.shape), arrays[name].shape) for name, tensor in tensors.items()}
+        shapes["observations"] = (self._spaces.observations.shape, statistics.observations.mean.shape)
+        for name, (shape, stored_shape) in shapes.items():
+            if shape != stored_shape:
+                raise ValueError(f"{name} has shape {list(stored_shape)}, the policy's has {list(shape)}")
+        for name, tensor in tensors.items():
+            tensor.copy_(torch.from_numpy(arrays[name].copy()))
+        self._statistics, self.version = statistics, version
+
+    def write(self, folder: str | Path) -> None:
+        """Write the state as a file into ``folder``. Raises OSError."""
+        save_file(self.state(), Path(folder) / _FILE)
+
+    def read(self, folder: str | Path) -> None:
+        """Go on from what ``write`` wrote. Raises CheckpointCorrupt for a file that is missing, damaged or of another
+        policy."""
+        file = Path(folder) / _FILE
+        try:
+            self.load(load_file(file))
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise CheckpointCorrupt(f"{file}: {error}") from error
+
+    def _transitions(self, fragments: Sequence[Fragment], scale: float) -> Transitions:
+        """The transitions of fragments, with advantages and targets by the present policy or the values stored."""
+        observations, space = self._spaces.observations, self._spaces.actions
+        rows = [fragment.observations_tb.reshape(-1, *observations.shape) for fragment in fragments]
+        inputs_n = self._inputs(np.concatenate(rows))
+        width = (math.prod(space.shape),) if isinstance(space, Box) else ()
+        actions_n = self._tensor(np.concatenate([fragment.actions_tb.reshape(-1, *width) for fragment in fragments]))
+        behaviour_n = np.concatenate([fragment.logprobs_tb.ravel() for fragment in fragments])
+        proximal_n, values_n = behaviour_n, np.concatenate([fragment.values_tb.ravel() for fragment in fragments])
+        if self._algorithm.correction != "none":
+            proximal_n, values_n = self._evaluated(inputs_n, actions_n)
+        ends = [rows for one in fragments for rows in (one.last_observations_b, one.final_observations_n)]
+        _, end_values = self._evaluated(self._inputs(np.concatenate(ends)), None)
+        advantages, targets, end, first = [], [], 0, 0
+        for fragment in fragments:
+            shape, lanes, finals = fragment.rewards_tb.shape, len(fragment.last_observations_b), len(fragment.final_at)
+            stop = first + fragment.rewards_tb.size
+            rewards_tb = (fragment.rewards_tb / scale).clip(-CLIP, CLIP) if self._normalises else fragment.rewards_tb
+            values_tb = values_n[first:stop].reshape(shape).astype(np.float64)
+            last_values_b, finals_n = np.split(end_values[end : end + lanes + finals], [lanes])
+            ratios_tb = np.exp((proximal_n - behaviour_n)[first:stop].reshape(shape).astype(np.float64))
+            steps = steps_of(fragment, rewards_tb, values_tb, last_values_b, finals_n)
+            returns = returns_of(steps, ratios_tb, self._algorithm)
+            advantages.append(returns.advantages_t.ravel())
+            targets.append(returns.targets_t.ravel())
+            first, end = stop, end + lanes + finals
+        terms = [behaviour_n, proximal_n, np.concatenate(advantages), np.concatenate(targets), values_n]
+        terms_5n = self._tensor(np.stack(terms).astype(np.float32))
+        counted_n = np.concatenate([fragment.counted_tb.ravel() for fragment in fragments])
+        return Transitions(inputs_n, actions_n, terms_5n).rows(self._tensor(np.flatnonzero(counted_n)))
+
+    def _inputs(self, observations_n: Array) -> Tensor:
+        if self._network.reads_pictures:
+            return self._tensor(observations_n)
+        if self._normalises:
+            moments = self._statistics.observations
+            observations_n = normalised(observations_n, moments.mean, moments.deviation)
+        return self._tensor(observations_n.reshape(len(observations_n), -1).astype(np.float32))
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.as_tensor(array, device=self._device)
+
+    @torch.no_grad()
+    def _evaluated(self, inputs_n: Tensor, actions_n: Tensor | None) -> tuple[Array, Array]:
+        """Log-probabilities of actions, if there are any, and values under the present policy."""
+        logprobs, values = [torch.zeros(0)], []
+        for first in range(0, len(inputs_n), self._trainer.minibatch):
+            idx_m = slice(first, first + self._trainer.minibatch)
+            outputs_m, values_m = self._network.forward(self._parameters, inputs_n[idx_m])
+            values.append(values_m.cpu())
+            if actions_n is not None:
+                logprobs_m, _ = self._scores(outputs_m, actions_n[idx_m])
+                logprobs.append(logprobs_m.cpu())
+        return torch.cat(logprobs).numpy(), torch.cat(values).numpy()
+
+    def _scores(self, outputs_m: Tensor, actions_m: Tensor) -> tuple[Tensor, Tensor]:
+        return self._network.distribution.scores(outputs_m, self._parameters["log_deviations"], actions_m)
+
+    def _train(self, transitions: Transitions, rate: float) -> tuple[list[_Update], int]:
+        """Take the optimiser steps of all passes; returns them, and the number of minibatches that an early stop left
+        out. The order of a pass follows from (seed, version, pass)."""
+        count, size, updates = len(transitions.inputs_n), self._trainer.minibatch, list[_Update]()
+        settings = OptimiserSettings(
+            learning_rate=rate, beta2=_BETA2, epsilon=_EPSILON, max_grad_norm=self._trainer.max_grad_norm
+        )
+        planned = self._trainer.passes * -(-count // size)
+        for number in range(self._trainer.passes):
+            bits = np.random.Philox(key=[self._seed % 2**64, _SHUFFLES + self.version], counter=[0, 0, 0, number])
+            order_n = self._tensor(np.random.Generator(bits).permutation(count))
+            for idx_m in order_n.split(size):
+                update = self._update(transitions.rows(idx_m), settings, may_stop=bool(updates))
+                if update is None:
+                    return updates, planned - len(updates)
+                updates.append(update)
+        return updates, 0
+
+    def _update(self, rows: Transitions, settings: OptimiserSettings, *, may_stop: bool) -> _Update | None:
+        """Take an optimiser step on a minibatch; None: its ratios are beyond the limits of an early stop."""
+        outputs_m, values_m = self._network.forward(self._parameters, rows.inputs_n)
+        logprobs_m, entropy = self._scores(outputs_m, rows.actions_n)
+        loss = minibatch_loss(logprobs_m, values_m, entropy, rows, self._algorithm)
+        if may_stop and self._exceeds_early_stop(loss):
+            return None
+        leaves = [leaf for leaf in self._parameters.values() if leaf.numel()]
+        gradients = torch.autograd.grad(loss.loss, leaves)
+        gradient_p = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        grad_norm = float(torch.linalg.vector_norm(gradient_p))
+        if math.isfinite(grad_norm):
+            self._parameters_p.grad = gradient_p.mul_(min(1.0, settings.max_grad_norm / (grad_norm + 1e-6)))
+            self._optimiser.step(settings)
+        return _Update(loss._replace(loss=loss.loss.detach()), grad_norm)
+
+    def _exceeds_early_stop(self, loss: MinibatchLoss) -> bool:
+        limits = self._algorithm.early_stop_kl, self._algorithm.early_stop_ratio
+        if limits == (None, None):
+            return False
+        changes = ratio_changes(loss.log_ratios_m)
+        return any(limit is not None and float(mean) > limit for mean, limit in zip(changes, limits, strict=True))
+
+
+def _metrics(transitions: Transitions, updates: Sequence[_Update]) -> dict[str, float]:
+    """Means over the optimiser steps that were taken, ratios over those of the last pass."""
+    behaviour_n, proximal_n, _, targets_n, values_n = transitions.terms_5n.double().cpu().numpy()
+    weights_n = np.exp(proximal_n - behaviour_n)
+    variance = float(targets_n.var())
+    metrics = {
+        "behaviour_weight_mean": float(weights_n.mean()),
+        "behaviour_weight_max": float(weights_n.max()),
+        "explained_variance": 1.0 - float((targets_n - values_n).var()) / (variance or 1.0),
+    }
+    if not updates:
+        return metrics
+    losses = [update.loss for update in updates]
+    names = MinibatchLoss._fields[:4]
+    means = torch.stack([torch.stack(loss[:4]) for loss in losses]).double().mean(0)
+    metrics |= dict(zip(names, means.tolist(), strict=True))
+    kl, ratio_deviation = ratio_changes(torch.cat([loss.log_ratios_m for loss in losses]))
+    clip_fraction = torch.cat([loss.clipped_m for loss in losses]).double().mean()
+    metrics |= {"kl": float(kl), "ratio_deviation": float(ratio_deviation), "clip_fraction": float(clip_fraction)}
+    ratios_n = torch.cat([loss.log_ratios_m for loss in losses]).exp().cpu().numpy()[-len(values_n) :]
+    quantiles = np.quantile(ratios_n, (0.01, 0.5, 0.99, 1.0)).tolist()
+    metrics |= dict(zip(("ratio_p01", "ratio_p50", "ratio_p99", "ratio_max"), quantiles, strict=True))
+    return metrics | {"grad_norm": sum(update.grad_norm for update in updates) / len(updates)}
