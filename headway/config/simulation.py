@@ -88,7 +88,7 @@ class EmbodiedTrainerConfig(Section):
 
     devices: Annotated[tuple[str, ...], Field(min_length=1, max_length=1)] = ("cpu:1",)  # the learner's one
     learning_rate: NotNegative = 3e-4  # peak
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up; else it decays to 0 at run.steps
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up: to 0 at run.steps
     warmup_steps: NonNegative = 0  # of a rising learning rate
     max_grad_norm: AboveZero = 0.5  # gradients with a larger norm are scaled down to it
     # Tune: 4 where the learner is what the run waits for

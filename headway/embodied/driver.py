@@ -44,7 +44,7 @@ from headway.telemetry.ledger import (
     read_ledger,
     read_ledger_tail,
 )
-from headway.telemetry.summary import evaluations, recorded_steps, summarise
+from headway.telemetry.summary import evaluations, summarise
 from headway.trainer.checkpoints import (
     CheckpointState,
     begin_folder,
@@ -53,8 +53,6 @@ from headway.trainer.checkpoints import (
     keep_last,
     latest_valid,
     remove_leftovers,
-    scratch_of,
-    verify,
 )
 
 MAX_SKIPPED = 5  # steps in a row that aren't finite, after which a run ends
@@ -76,7 +74,12 @@ def train(
     plan: Any = "auto" if placed else {"simulate": experiment.simulator.devices, "learn": experiment.trainer.devices}
     options: dict[str, Any] = {"devices": experiment.devices, "items": experiment.simulator.blocks} if placed else {}
     events = _WorkerEvents()
-    options |= {"on_event": events, "directory": directory.path, "resume": resume, "stall_s": 2 * experiment.simulator.step_timeout_s}
+    options |= {
+        "on_event": events,
+        "directory": directory.path,
+        "resume": resume,
+        "stall_s": 2 * experiment.simulator.step_timeout_s,
+    }
     try:
         return run(_workflow, plan, experiment, directory, events, resume, take_over, on_line, **options)
     except RunLocked:  # by a process elsewhere: its folder stays as it was

@@ -166,4 +166,3 @@ def forecast_rows(experiment: SimulatorExperiment, measured: Calibrated) -> dict
         "forecast": f"{1e6 / configured_us:,.0f} environment steps/s as configured",
         f"on {devices} devices": "; ".join(f"{label}: {1e6 / us:,.0f}" for label, us in placements.items()),
     }
-

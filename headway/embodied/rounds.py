@@ -137,4 +137,3 @@ class Rounds:
         return FragmentCounts(
             admitted=self.admitted, rounds=self.ended, ended=ended, lives=lives, constructions=constructions
         )
-

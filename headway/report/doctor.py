@@ -99,7 +99,9 @@ def alerts_of(lines: Sequence[LedgerLine]) -> tuple[str, ...]:
     return tuple(recorded_texts or replayed_texts)
 
 
-def device_costs(view: RunView, experiment: Experiment | SimulatorExperiment, usd_per_device_hour: float | None) -> DeviceCosts:
+def device_costs(
+    view: RunView, experiment: Experiment | SimulatorExperiment, usd_per_device_hour: float | None
+) -> DeviceCosts:
     """Compute ``costs_of`` a run's steps; a simulated run has recorded the number of devices in its scenario."""
     event_data = next((event.data for event in view.events if event.event == EVENT_SIMULATED), {})
     per_replica, trainer_devices = (int(event_data.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))

@@ -50,9 +50,7 @@ _COLOURS = {
 class LiveState:
     """The state of a run after its ledger lines so far. It has no clock and no terminal; those belong to the views."""
 
-    def __init__(
-        self, experiment: Experiment | SimulatorExperiment, usd_per_device_hour: float | None = None
-    ) -> None:
+    def __init__(self, experiment: Experiment | SimulatorExperiment, usd_per_device_hour: float | None = None) -> None:
         self.experiment = experiment
         self.usd_per_device_hour = usd_per_device_hour
         self.lost_h = Counter[str]()  # cause -> device-hours, as in DeviceCosts
@@ -150,7 +148,9 @@ def step_line(state: LiveState) -> str:
 
 def _score_text(step: StepRecord, label: str) -> str:
     """The returns of a policy in simulators, else the solve rate."""
-    return returns_text(step.episodes) if step.episodes else f"{label} {score(step.rewards and step.rewards.solve_rate)}"
+    if step.episodes:
+        return returns_text(step.episodes)
+    return f"{label} {score(step.rewards and step.rewards.solve_rate)}"
 
 
 def _rate_text(state: LiveState, step: StepRecord) -> str:

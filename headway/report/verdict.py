@@ -29,6 +29,10 @@ _SIMULATOR_TERMS = {
     "more generators": "more simulators",
     "Generation-bound": "Simulation-bound",
     "Finished groups": "Finished fragments",
+    "rollout": "fragment",
+    "Rollout": "Fragment",
+    "trajectories": "fragments",
+    "Trajectories": "Fragments",
 }  # words of texts on the balance -> those of runs in simulators
 _NOT_MEASURED = "Not measured, too many attempts failed"
 
@@ -103,27 +107,26 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
     if steps:
         balance, balance_text = judge_balance(waits_of(steps), budget)
         balance_text += f" {measured_limits(steps)}" if balance == "other-bound" else ""
-        if steps[-1].episodes:  # what acts is in the simulators' processes
-            for term, simulators_term in _SIMULATOR_TERMS.items():
-                balance_text = balance_text.replace(term, simulators_term)
     else:
         balance, balance_text = "unknown", "No training step is recorded yet."
     is_within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
     learning, rate_change, change_error, learning_text = judge_learning(lines)
     failed, untrained_event = failures(lines), _untrained(lines)
+    has_simulators = bool(steps) and steps[-1].episodes is not None
+    word = _in_simulators if has_simulators else str
     is_alarm = untrained_event is not None and untrained_event.event == EVENT_NO_PROGRESS
     no_failures = "No recorded step shows a cause, but no step completes." if is_alarm else "Nothing."
     return Judgement(
         balance=balance,
-        balance_text=balance_text,
+        balance_text=word(balance_text),
         staleness_budget=budget,
         staleness_within_budget=is_within,
-        staleness_text=staleness_text,
+        staleness_text=word(staleness_text),
         learning=learning,
         solve_rate_change=rate_change,
         solve_rate_change_error=change_error,
         learning_text=learning_text,
-        accounting_text=_accounting_text(lines, summary),
+        accounting_text=word(_accounting_text(lines, summary)),
         failures=failed,
         failures_text=" ".join(filter(None, (_failures_text(failed, summary), incident_text(lines)))) or no_failures,
         simulators_text=simulators_text(steps),
@@ -136,6 +139,13 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         untrained_text=f"At version {untrained_event.step} {untrained_event.detail}." if untrained_event else "",
         untrained_reason=str(untrained_event.data.get("reason", "")) if untrained_event else "",
     )
+
+
+def _in_simulators(text: str) -> str:
+    """Reword a text for a run in simulators, in whose processes the policy acts."""
+    for term, simulators_term in _SIMULATOR_TERMS.items():
+        text = text.replace(term, simulators_term)
+    return text
 
 
 def _values_text(steps: Sequence[StepRecord]) -> str:

@@ -88,7 +88,8 @@ class RunDirectory:
     def read_any_experiment(self) -> Experiment | SimulatorExperiment:
         """`read_experiment`, also of a policy in simulators."""
         raw_settings = self._read_settings()
-        return validate(raw_settings, str(self.config), SimulatorExperiment if "simulator" in raw_settings else Experiment)
+        schema = SimulatorExperiment if "simulator" in raw_settings else Experiment
+        return validate(raw_settings, str(self.config), schema)
 
     def _read_settings(self) -> dict[str, Any]:
         try:

@@ -52,9 +52,7 @@ def test_weights_are_equal_in_every_placement(tmp_path: Path):
         "hybrid": (["cpu:0", "cpu:1"], ["cpu:1"]),
     }
     for name, (simulators, learner) in placements.items():
-        train(
-            walk_experiment(tmp_path / name, simulator={"devices": simulators}, trainer={"devices": learner})
-        )
+        train(walk_experiment(tmp_path / name, simulator={"devices": simulators}, trainer={"devices": learner}))
     train(walk_experiment(tmp_path / "auto", control={"mode": "act", "devices": "move"}))
     assert len({digest(tmp_path / name, STEPS) for name in placements}) == 1
     with_other_noise = walk_experiment(tmp_path / "other", run={"seed": 4})
@@ -64,9 +62,7 @@ def test_weights_are_equal_in_every_placement(tmp_path: Path):
 
 @pytest.mark.real
 def test_stale_fragments_are_within_the_budget(tmp_path: Path):
-    summary = train(
-        walk_experiment(tmp_path / "run", queue={"budget": 2}, algorithm={"correction": "vtrace"})
-    )
+    summary = train(walk_experiment(tmp_path / "run", queue={"budget": 2}, algorithm={"correction": "vtrace"}))
     assert [record.trajectory_staleness.max for record in steps_of(tmp_path / "run")] == [0, 1, 2, 2]
     assert summary.max_trajectory_staleness == 2
     assert summary.endings == {"trained": 2 * STEPS}
@@ -132,9 +128,7 @@ def test_two_resumes_from_one_checkpoint_are_equal(tmp_path: Path):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")  # as if it had been killed before
     for name in ("first", "second"):
         shutil.copytree(tmp_path / "run", tmp_path / name)
-        summary = train(
-            walk_experiment(tmp_path / name, run={"steps": 6}), resume=True, take_over=True
-        )
+        summary = train(walk_experiment(tmp_path / name, run={"steps": 6}), resume=True, take_over=True)
         assert (summary.steps, summary.accounting_balanced) == (6, True)
         assert summary.endings == {"trained": 12, "failed": 4}  # the fragments of steps 2 and 3 that were lost
         last = steps_of(tmp_path / name)[-1].episodes

@@ -54,9 +54,7 @@ class Walk:
             self._at_b[lane], self._steps_b[lane] = self._generators[lane].normal(), 0
         successes = {lane: bool(terminated_b[lane]) for lane in finals}
         counted_b = np.ones(self.lanes, np.bool_)
-        return LaneSteps(
-            self._observations(), rewards_b, terminated_b, truncated_b, counted_b, finals, successes
-        )
+        return LaneSteps(self._observations(), rewards_b, terminated_b, truncated_b, counted_b, finals, successes)
 
     def render(self) -> Array:
         shade = int(np.clip(128 + 40 * self._at_b[0], 0, 255))

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from headway.config.schema import Experiment
 from headway.control.summaries import weighted_mean
 from headway.control.tuning.balance import waits_of
 from headway.records.generation import EngineLoad
-from headway.config.schema import Experiment
 from headway.records.ledger import StepRecord
 from headway.records.stalls import WaitGraph
 from headway.records.trace import GroupEnd, GroupTrace, QueueSnapshot, TraceLine, TraceSession
