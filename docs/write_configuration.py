@@ -39,8 +39,8 @@ combinations. *In italics*: when to change a key. Most runs need no others than 
 _SIMULATORS = """\
 # Experiments with `[simulator]`
 
-A policy that acts in vectorised simulators ([embodied.md](embodied.md)) has these sections, and of those above {}; keys of
-these that have no effect on it are refused.
+A policy that acts in vectorised simulators ([embodied.md](embodied.md)) has these sections, and of those above {};
+keys of these that have no effect on it are refused.
 """
 _MATTER = """\
 run.directory run.steps model.path model.template model.dtype tasks.train.path verifier.name environment.name
@@ -69,8 +69,8 @@ def reference() -> str:
 
 def _simulator_sections() -> Iterator[str]:
     """The sections of an experiment with ``[simulator]`` that a language model's doesn't have, or has otherwise."""
-    same = {name for name, field in SimulatorExperiment.model_fields.items()
-            if name in Experiment.model_fields and field.annotation is Experiment.model_fields[name].annotation}  # fmt: skip
+    language, fields = Experiment.model_fields, SimulatorExperiment.model_fields
+    same = {name for name in fields.keys() & language.keys() if fields[name].annotation is language[name].annotation}
     listed = ", ".join(f"[`[{name}]`](#{name}{'-required' if name == 'run' else ''})" for name in
                        SimulatorExperiment.model_fields if name in same)  # fmt: skip
     yield _SIMULATORS.format(listed)

@@ -42,7 +42,7 @@ class SimulatorConfig(Section):
     def _require_whole_blocks(self) -> SimulatorConfig:
         if self.lanes % self.block_lanes:
             raise ValueError(
-                f"simulator.lanes = {self.lanes} with block_lanes = {self.block_lanes}; valid: a multiple of block_lanes"
+                f"simulator.lanes = {self.lanes} with block_lanes = {self.block_lanes}; valid: a multiple of that"
             )
         if self.blocks < len(self.devices):
             raise ValueError(

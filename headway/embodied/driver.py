@@ -191,8 +191,8 @@ class Training:
         self.weights: Any = None
 
     async def start(self, resume: bool) -> None:
-        """Start the workers and take up the newest checkpoint, if the run is resumed. Raises ConfigurationError for simulators or spaces that
-        can't be used."""
+        """Start the workers and take up the newest checkpoint, if the run is resumed. Raises ConfigurationError for
+        simulators or spaces that can't be used."""
         experiment, settings = self._experiment, self._experiment.simulator
         lines = read_ledger(self._directory.path) if resume else []
         checkpoint, counts = self._newest_checkpoint()
@@ -291,7 +291,7 @@ class Training:
         self._planned = 0 if is_ending else self.rounds.admissible(self.version, run_config.steps)
 
     async def _begin_round(self) -> None:
-        """Call the simulators for one more round. Blocks are dealt in turn, so that each comes to the worker it is in."""
+        """Call the simulators for one more round. Blocks are dealt in turn: each comes to the worker that has it."""
         number = self.rounds.next_number
         fragments = self._flow.channel(f"fragments of round {number}")
         blocks = self._flow.channel(f"blocks of round {number}", balance="round_robin", consumers=self.simulate)

@@ -124,8 +124,8 @@ def plan_rows(experiment: SimulatorExperiment) -> dict[str, str]:
     settings, trainer = experiment.simulator, experiment.trainer
     transitions = settings.lanes * settings.steps_per_fragment
     return {
-        "simulators": f"{settings.environment} ({settings.backend}), {settings.lanes} lanes in {settings.blocks} blocks "
-        f"of {settings.block_lanes}, on {', '.join(settings.devices)}",
+        "simulators": f"{settings.environment} ({settings.backend}), {settings.lanes} lanes in {settings.blocks} "
+        f"blocks of {settings.block_lanes}, on {', '.join(settings.devices)}",
         "learner": f"on {', '.join(trainer.devices)}: {trainer.passes} passes over {transitions:,} transitions, "
         f"{trainer.minibatch} a minibatch",
         "placement": "planned by the run's own steps" if experiment.plans_itself else _mode(experiment),
@@ -161,8 +161,8 @@ def forecast_rows(experiment: SimulatorExperiment, measured: Calibrated) -> dict
         "memory": f"{measured.worker_bytes / 1e6:,.0f} MB + {measured.lane_bytes / 1e6:,.2f} MB a lane: "
         f"{(measured.worker_bytes + lanes * measured.lane_bytes) / 1e6:,.0f} MB in each of {workers} simulators' "
         f"workers ({lanes} lanes); {measured.learner_bytes / 1e6:,.0f} MB in the learner",
-        "times": f"{simulate_us:,.0f} µs an environment step in a simulators' worker, {learn_us:,.0f} µs in the learner "
-        f"({measured.steps} steps measured)",
+        "times": f"{simulate_us:,.0f} µs an environment step in a simulators' worker, {learn_us:,.0f} µs in the "
+        f"learner ({measured.steps} steps measured)",
         "forecast": f"{1e6 / configured_us:,.0f} environment steps/s as configured",
         f"on {devices} devices": "; ".join(f"{label}: {1e6 / us:,.0f}" for label, us in placements.items()),
     }

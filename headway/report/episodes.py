@@ -45,8 +45,8 @@ def simulators_text(steps: Sequence[StepRecord]) -> str:
     simulate_s, learn_s = sum(e.simulate_s for _, e in records), sum(step.trainer_compute_s for step, _ in records)
     text = (
         f"{transitions:,} environment steps, {quantity(transitions / step_s)}/s; simulators and policy took "
-        f"{1e6 * simulate_s / transitions:,.0f} µs a step, the learner {1e6 * learn_s / transitions:,.0f}, which waited "
-        f"{percent(sum(step.trainer_wait_s for step, _ in records) / step_s)} of the time. "
+        f"{1e6 * simulate_s / transitions:,.0f} µs a step, the learner {1e6 * learn_s / transitions:,.0f}, which "
+        f"waited {percent(sum(step.trainer_wait_s for step, _ in records) / step_s)} of the time. "
         f"{last.constructions:,} simulators were built"
     )
     rebuilt_text = f", {last.rebuilt:,} blocks again, which cut {last.cut:,} episodes" if last.rebuilt else ""

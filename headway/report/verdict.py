@@ -23,7 +23,7 @@ Learning = Literal["improved", "worse", "no measurable change", "unknown"]
 
 SIGNIFICANT_Z = 2.0  # difference over its standard error, beyond which learning counts as measured
 _SIMULATOR_TERMS = {
-    "generator capacity (replicas, slots, devices) or shorter responses": "devices of the simulators, or smaller blocks,",
+    "generator capacity (replicas, slots, devices) or shorter responses": "devices for the simulators, smaller blocks",
     "the generator's devices": "the simulators' devices",
     "the generator": "the simulators",
     "more generators": "more simulators",
