@@ -42,7 +42,7 @@ class SimulatorConfig(Section):
     def _require_whole_blocks(self) -> SimulatorConfig:
         if self.lanes % self.block_lanes:
             raise ValueError(
-                f"simulator.lanes = {self.lanes} with block_lanes = {self.block_lanes}; valid: a multiple of that"
+                f"simulator.lanes = {self.lanes}; valid: a multiple of simulator.block_lanes = {self.block_lanes}"
             )
         if self.blocks < len(self.devices):
             raise ValueError(
@@ -88,7 +88,7 @@ class EmbodiedTrainerConfig(Section):
 
     devices: Annotated[tuple[str, ...], Field(min_length=1, max_length=1)] = ("cpu:1",)  # the learner's one
     learning_rate: NotNegative = 3e-4  # peak
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up: to 0 at run.steps
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # behind the warm-up; else to 0 at run.steps
     warmup_steps: NonNegative = 0  # of a rising learning rate
     max_grad_norm: AboveZero = 0.5  # gradients with a larger norm are scaled down to it
     # Tune: 4 where the learner is what the run waits for

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -93,9 +93,9 @@ class FragmentLearner:
         staleness = [self.version - fragment.version for fragment in fragments]
         if applied:
             self.version += 1
-            reads_pictures = self._network.reads_pictures
-            normalises = self._normalises and not reads_pictures
-            self._statistics = statistics.with_observations_of(fragments) if normalises else statistics
+            if self._normalises and not self._network.reads_pictures:
+                statistics = statistics.with_observations_of(fragments)
+            self._statistics = statistics
         return {
             **_metrics(transitions, applied),
             "learning_rate": rate,
@@ -212,7 +212,8 @@ class FragmentLearner:
         )
         planned = self._trainer.passes * -(-count // size)
         for number in range(self._trainer.passes):
-            bits = np.random.Philox(key=[self._seed % 2**64, _SHUFFLES + self.version], counter=[0, 0, 0, number])
+            key = np.array([self._seed % 2**64, _SHUFFLES + self.version], np.uint64)  # a list would become floats
+            bits = np.random.Philox(key=key, counter=[0, 0, 0, number])
             order_n = self._tensor(np.random.Generator(bits).permutation(count))
             for idx_m in order_n.split(size):
                 update = self._update(transitions.rows(idx_m), settings, may_stop=bool(updates))
@@ -232,6 +233,8 @@ class FragmentLearner:
         gradients = torch.autograd.grad(loss.loss, leaves)
         gradient_p = torch.cat([gradient.reshape(-1) for gradient in gradients])
         grad_norm = float(torch.linalg.vector_norm(gradient_p))
+        if not math.isfinite(float(loss.loss.detach())):  # which may leave gradients finite
+            grad_norm = math.nan
         if math.isfinite(grad_norm):
             self._parameters_p.grad = gradient_p.mul_(min(1.0, settings.max_grad_norm / (grad_norm + 1e-6)))
             self._optimiser.step(settings)

@@ -78,9 +78,7 @@ def minibatch_loss(
     if len(advantages_m) > 1:
         deviation, mean = torch.std_mean(advantages_m)
         advantages_m = (advantages_m - mean) / (deviation + _LEAST_DEVIATION)
-    terms = TokenTerms(
-        logprobs_m=logprobs_m, proximal_m=proximal_m, behaviour_m=behaviour_m, advantages_m=advantages_m
-    )
+    terms = TokenTerms(logprobs_m=logprobs_m, proximal_m=proximal_m, behaviour_m=behaviour_m, advantages_m=advantages_m)
     clip, cap = algorithm.clip, algorithm.behaviour_weight_cap
     policy = decoupled_ppo(terms, LossSettings(clip_low=clip, clip_high=clip, behaviour_weight_cap=cap))
     policy_loss = policy.loss_m.mean()

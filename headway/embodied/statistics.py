@@ -77,9 +77,9 @@ class RunningStatistics:
         0 in each episode, over the fragments that it lasts. ``fragments``: one of each block, by block."""
         returns, lanes = self.returns, dict(self.lanes)
         for fragment in fragments:
-            former = lanes.get(fragment.block)
-            goes_on = former is not None and former.life == fragment.life
-            returns_b = former.returns_b.copy() if goes_on else np.zeros(fragment.rewards_tb.shape[1])
+            life, returns_b = lanes.get(fragment.block, (None, np.empty(0)))
+            if life != fragment.life:
+                returns_b = np.zeros(fragment.rewards_tb.shape[1])
             returns_tb = np.empty(fragment.rewards_tb.shape)
             ended_tb = fragment.terminated_tb | fragment.truncated_tb
             for step, rewards_b in enumerate(fragment.rewards_tb):
@@ -99,7 +99,9 @@ class RunningStatistics:
     def state(self) -> dict[str, NDArray[np.float64]]:
         """All of it, by name."""
         moments = {"observations": self.observations, "returns": self.returns}
-        arrays = {f"{name}.{key}": np.asarray(array) for name, one in moments.items() for key, array in vars(one).items()}
+        arrays = {
+            f"{name}.{key}": np.asarray(array) for name, one in moments.items() for key, array in vars(one).items()
+        }
         for block, lane in self.lanes.items():
             arrays[f"lanes.{block}"] = np.append(lane.returns_b, float(lane.life))
         return arrays

@@ -100,8 +100,9 @@ def digest(directory: Path, version: int) -> str:
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()[:16]
 
 
-def pinned_children(core: int) -> list[int]:
-    """The process ids of this process's descendants that are pinned to one core, by its number among the usable."""
+def pinned_children(core: int, ancestor: int | None = None) -> list[int]:
+    """The process ids of the descendants of ``ancestor`` (default: this process) that are pinned to one core, by its
+    number among the usable."""
     cores = sorted(os.sched_getaffinity(0))
     parents = {}
     for name in os.listdir("/proc"):
@@ -111,8 +112,13 @@ def pinned_children(core: int) -> list[int]:
 
     def descends(pid: int) -> bool:
         while pid := parents.get(pid, 0):
-            if pid == os.getpid():
+            if pid == (ancestor or os.getpid()):
                 return True
         return False
 
-    return [pid for pid in parents if descends(pid) and os.sched_getaffinity(pid) == {cores[core]}]
+    def is_pinned(pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return os.sched_getaffinity(pid) == {cores[core]}
+        return False
+
+    return [pid for pid in parents if descends(pid) and is_pinned(pid)]

@@ -20,8 +20,9 @@ def experiment(**sections: dict[str, Any]) -> SimulatorExperiment:
     """An experiment with these keys; small networks and minibatches otherwise."""
     tables: dict[str, Any] = {"run": {"directory": "run", "seed": 3}, "simulator": {"environment": "any"}}
     tables |= {"policy": {"hidden": [8, 6]}, "trainer": {"passes": 2, "minibatch": 16}}
-    return SimulatorExperiment.model_validate({name: {**tables.get(name, {}), **sections.get(name, {})}
-                                               for name in {**tables, **sections}})
+    return SimulatorExperiment.model_validate(
+        {name: {**tables.get(name, {}), **sections.get(name, {})} for name in {**tables, **sections}}
+    )
 
 
 def observations(spaces: Spaces, shape: tuple[int, ...], chance: np.random.Generator) -> np.ndarray:
@@ -33,7 +34,7 @@ def observations(spaces: Spaces, shape: tuple[int, ...], chance: np.random.Gener
 
 
 def fragment(policy: LanePolicy, spaces: Spaces, seed: int = 0, *, steps: int = 12, lanes: int = 4, **fields: Any):
-    """A fragment by ``policy`` in which a step ends by chance; every third one is followed by a step that only resets."""
+    """A fragment by ``policy`` with ends by chance, every third of which is followed by a step that only resets."""
     chance = np.random.default_rng(seed)
     seen = observations(spaces, (steps, lanes), chance)
     rows = []

@@ -26,7 +26,7 @@ def test_minimal_experiment_is_synchronous_and_has_two_blocks():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"simulator": {"lanes": 12}}, "lanes = 12 with block_lanes = 8"),
+        ({"simulator": {"lanes": 12}}, "lanes = 12; valid: a multiple of simulator.block_lanes = 8"),
         ({"simulator": {"lanes": 8, "devices": ["cpu:0", "cpu:1"]}}, "has 2 for 1 blocks"),
         ({"queue": {"budget": 1}}, 'queue.budget = 1 with algorithm.correction = "none"'),
         ({"model": {"path": "x"}}, r"\[model\] belongs to language models; .* valid sections are: run, simul"),

@@ -100,7 +100,9 @@ def test_convolutions_fit_pictures_of_any_size(side):
     picture = Box(np.zeros((side, side + 1, 4), np.uint8), np.full((side, side + 1, 4), 255, np.uint8))
     network = ActorCritic(Spaces(picture, CONTINUOUS.actions), experiment().policy, torch, torch.as_tensor)
     size = sum(int(np.prod(shape)) for shape in network.shapes.values())
-    outputs, values = network.forward(network.views(torch.zeros(size)), torch.zeros(2, side, side + 1, 4, dtype=torch.uint8))
+    outputs, values = network.forward(
+        network.views(torch.zeros(size)), torch.zeros(2, side, side + 1, 4, dtype=torch.uint8)
+    )
     assert outputs.shape == (2, 3)
     assert values.shape == (2,)
 
