@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from typing import Any, NoReturn, Protocol
 
@@ -17,7 +17,16 @@ from headway.embodied.records import Array, Box, EpisodeEnd, Fragment, LaneSimul
 from headway.records.errors import ConfigurationError, SimulatorFailed
 from headway.runtime.hooks import error_text
 
-Limited = Callable[[float], AbstractContextManager[Any]]  # a context that ends the process after so many seconds
+
+class StepTimer(Protocol):
+    """Ends the process in a step that takes too long (`headway.runtime.stalls.watchdog.Watchdog`)."""
+
+    def restart(self) -> None:
+        """Begin the time of another step."""
+        ...
+
+
+Limited = Callable[[float], AbstractContextManager[StepTimer]]  # by a limit in seconds
 
 
 class ActingPolicy(Protocol):
@@ -84,8 +93,8 @@ class LaneBlock:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """``spaces``: those that the policy is made for. ``steps``: of a fragment. ``fragments``, ``constructions``: of
-        its former lives. ``limited``: ends the process in a step that takes longer than ``step_timeout_s`` (by up to a
-        quarter). Raises ConfigurationError if the simulator has other spaces."""
+        its former lives. ``limited``: ends the process in a step that takes longer than ``step_timeout_s``. Raises
+        ConfigurationError if the simulator has other spaces."""
         if simulator.spaces != spaces:
             raise ConfigurationError(f"block {number}: its simulator has {simulator.spaces}; valid: {spaces}")
         self.number, self.life, self.fragments = number, life, fragments
@@ -104,21 +113,16 @@ class LaneBlock:
     def collect(self, version: int) -> Fragment:
         """Make the next fragment by the policy, whose version is ``version``. Raises SimulatorFailed, with block, lane
         and step, where the simulator raises, returns arrays of other spaces, or numbers that aren't finite."""
-        started_s = armed_s = self._now()
+        started_s = self._now()
         rows = _Rows(self._steps, self._simulator.lanes, self._spaces)
         noise_tb = self._noise()
-        with ExitStack() as watch:
-            if self._limited is not None:
-                watch.enter_context(self._limited(1.25 * self._step_timeout_s))
+        with self._limited(self._step_timeout_s) if self._limited is not None else nullcontext() as timer:
             if self._observations_b is None:
                 self._observations_b = self._call(0, None, self._simulator.reset)
             self._write(0, rows.observations_tb, self._observations_b, "observations")
             for t in range(self._steps):
-                # A timer a step would cost as much as the step.
-                if self._limited is not None and (now_s := self._now()) >= armed_s + 0.25 * self._step_timeout_s:
-                    watch.close()
-                    watch.enter_context(self._limited(1.25 * self._step_timeout_s))
-                    armed_s = now_s
+                if timer is not None:
+                    timer.restart()
                 self._step(t, rows, noise_tb[t])
         fragment = self._fragment(version, rows, started_s)
         self.fragments += 1

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("gymnasium")
 
-from scripted_lanes import ACTIONS, OBSERVATIONS, NoisyPolicy, Scripted, scripted_vector, settings_of
+from scripted_lanes import ACTIONS, NoisyPolicy, Scripted, scripted_vector, settings_of
 
 from headway.embodied.block import LaneBlock, seed_of
 from headway.embodied.records import Fragment
@@ -191,21 +191,30 @@ def test_a_policy_of_torch_gets_the_simulators_tensors_themselves():
     assert [episode.steps for fragment in fragments for episode in fragment.episodes] == [3, 3]
 
 
-def test_the_limit_of_a_step_is_armed_again_before_it_can_end_one():
-    now_s, armed = [0.0], []
+def test_every_step_has_the_time_limit_to_itself():
+    events: list[Any] = []
 
-    class Slow(Scripted):
+    class Noted(Scripted):
+        def reset(self, **options: Any) -> Any:
+            events.append("reset")
+            return super().reset(**options)
+
         def step(self, action: Any) -> Any:
-            now_s[0] += 6.0
+            events.append("step")
             return super().step(action)
+
+    class Timer:
+        def restart(self) -> None:
+            events.append("restart")
 
     @contextmanager
     def limited(seconds: float) -> Any:
-        armed.append([now_s[0], seconds])
-        yield
-        armed[-1].append(now_s[0])
+        events.append(seconds)
+        yield Timer()
+        events.append("off")
 
-    simulator = SeparateLanes([Slow(spaces=(OBSERVATIONS, ACTIONS))], SEEDS)
-    fragment = block_of(simulator, limited=limited, step_timeout_s=40.0, now=lambda: now_s[0]).collect(0)
-    assert armed == [[0.0, 50.0, 12.0], [12.0, 50.0, 24.0]]
-    assert fragment.seconds == 24.0
+    block = block_of(SeparateLanes([Noted()], SEEDS), limited=limited, step_timeout_s=40.0, steps=2)
+    block.collect(0)
+    assert events == [40.0, "reset", *["restart", "step"] * 2, "off"]
+    block.collect(0)
+    assert events[7:] == [40.0, *["restart", "step"] * 2, "off"]
