@@ -105,7 +105,7 @@ class SimulatorPool:
                 self._resets = "stale"
                 self._close_idle()
                 _log.warning(
-                    "a used game doesn't begin like a new one (%s): its reset() keeps something of the one before, so a "
+                    "a used game doesn't begin like a new one (%s): its reset() forgets less than all, so a "
                     "simulator is built for each rollout",
                     case,
                 )
