@@ -89,7 +89,7 @@ class AutoPlanner:
                 turns = [msgspec.structs.replace(turn, items=share) for turn in turns]
             self._turns.setdefault(stage, []).extend((turn.items, turn.busy_s) for turn in turns)
             peaks = self._peaks[stage]
-            for turn in turns:
+            for turn in (turn for turn in turns if turn.items):
                 peaks[turn.items] = max(peaks.get(turn.items, 0), turn.peak_bytes)
             self._device_bytes = max(self._device_bytes, *(each.device_bytes for each in worker_times))
             switch_seconds, count = self._switches.get(stage, (0.0, 0))

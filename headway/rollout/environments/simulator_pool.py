@@ -52,6 +52,7 @@ class SimulatorPool:
         self._peak = 0  # most that have run at once
         self._first_texts: dict[str, str] = {}  # arguments and start -> first observation of a new simulator
         self._resets: str = "unknown"  # then new: like those of a new one; random: no two agree; or stale
+        self._comparing = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
 
     def acquire(self, arguments: Mapping[str, Any]) -> GameSimulator:
@@ -89,24 +90,26 @@ class SimulatorPool:
                 del self._first_texts[next(iter(self._first_texts))]
             return text
         expected_text = self._first_texts.get(case)
-        if self._resets == "random" or text == expected_text or (self._resets == "new" and expected_text is None):
-            return text
-        if expected_text is None:
-            expected_text = await self._first_text_of_new(simulator, reset)
-        if text == expected_text:
-            self._resets = "new"
-        elif expected_text != await self._first_text_of_new(simulator, reset):
-            self._resets = "random"
-        else:
-            self._resets = "stale"
-            self._close_idle()
-            _log.warning(
-                "a used game doesn't begin like a new one (%s): its reset() keeps something of the game before, so a "
-                "simulator is built for each rollout",
-                case,
-            )
-            return None
-        return text
+        async with self._comparing:
+            if self._resets == "random" or text == expected_text or (self._resets == "new" and expected_text is None):
+                return text
+            if self._resets == "stale":
+                return None
+            if expected_text is None:
+                expected_text = await self._first_text_of_new(simulator, reset)
+            if text == expected_text:
+                self._resets = "new"
+            elif expected_text != await self._first_text_of_new(simulator, reset):
+                self._resets = "random"
+            else:
+                self._resets = "stale"
+                self._close_idle()
+                _log.warning(
+                    "a used game doesn't begin like a new one (%s): its reset() forgets less than all, so a "
+                    "simulator is built for each rollout",
+                    case,
+                )
+            return None if self._resets == "stale" else text
 
     async def stop(self) -> None:
         """Close all idle simulators."""

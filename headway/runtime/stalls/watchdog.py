@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import math
+import re
 import sys
 import time
 
+_DUMP = re.compile(r"Timeout \(\d+:\d\d:[\d.]+\)!\n(?=Thread 0x)")
 _METHODS = " in serve_methods\n"  # the frame of the thread that runs user methods (`headway.flow.host`)
 
 
@@ -42,9 +44,8 @@ class Watchdog:
 def timeout_stack(log: str) -> str:
     """Return the traceback that a watchdog has written at the end of ``log``: of the thread that runs a flow worker's
     methods, else of the main thread, innermost frame first. Return "" where the log ends otherwise."""
-    _, header, dump = log.rpartition("Timeout (")
-    limit, *stacks = dump.split("Thread 0x")
-    if not stacks:
+    if (dump := _DUMP.search(log)) is None:
         return ""
+    stacks = log[dump.end() :].split("Thread 0x")
     stack = next((stack for stack in stacks if _METHODS in stack), stacks[-1])
-    return f"{header}{limit}{stack.partition(chr(10))[2].rstrip()}"
+    return dump.group() + stack.partition("\n")[2].rstrip()
