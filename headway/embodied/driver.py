@@ -73,15 +73,16 @@ def train(
     placed = experiment.plans_itself
     plan: Any = "auto" if placed else {"simulate": experiment.simulator.devices, "learn": experiment.trainer.devices}
     options: dict[str, Any] = {"devices": experiment.devices, "items": experiment.simulator.blocks} if placed else {}
-    events = _WorkerEvents()
-    options |= {
-        "on_event": events,
-        "directory": directory.path,
-        "resume": resume,
-        "stall_s": 2 * experiment.simulator.step_timeout_s,
-    }
+    ledgers: list[Ledger] = []  # the run's, once it is open
+
+    def record_incident(event: EventRecord) -> None:
+        for ledger in ledgers if event.event.startswith(("simulate_", "learn_")) else ():
+            ledger.record(msgspec.structs.replace(event, time_s=ledger.time_s))
+
+    options |= {"on_event": record_incident, "directory": directory.path, "resume": resume}
+    options["stall_s"] = 2 * experiment.simulator.step_timeout_s
     try:
-        return run(_workflow, plan, experiment, directory, events, resume, take_over, on_line, **options)
+        return run(_workflow, plan, experiment, directory, ledgers, resume, take_over, on_line, **options)
     except RunLocked:  # by a process elsewhere: its folder stays as it was
         if former_config is not None:
             directory.store(former_config)
@@ -90,21 +91,11 @@ def train(
         directory.release()
 
 
-class _WorkerEvents:
-    """Records deaths and restarts of the workflow's workers in the run's ledger."""
-
-    ledger: Ledger | None = None
-
-    def __call__(self, record: EventRecord) -> None:
-        if self.ledger is not None and record.event.startswith(("simulate_", "learn_")):
-            self.ledger.record(msgspec.structs.replace(record, time_s=self.ledger.time_s))
-
-
 async def _workflow(
     flow: Flow,
     experiment: SimulatorExperiment,
     directory: RunDirectory,
-    events: _WorkerEvents,
+    ledgers: list[Ledger],
     resume: bool,
     take_over: bool,
     on_line: OnLine | None,
@@ -119,7 +110,7 @@ async def _workflow(
         ledger = stack.enter_context(Ledger(directory.path, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
-        events.ledger = ledger
+        ledgers.append(ledger)
         training = Training(flow, experiment, directory, ledger, clock, stopped, epoch.require)
         try:
             exports = stack.enter_context(start_exports(experiment, directory, ledger, resume=resume))
@@ -252,7 +243,7 @@ class Training:
         if every_steps and not self.version:
             await self._evaluate()
         self._step_began_s = self._clock.now()
-        while self._planned:  # again only where steps were skipped
+        while self._planned or len(self.rounds):  # again only where steps were skipped
             async for _ in self._flow.steps(experiment.run.steps - self.version, start=self.rounds.ended):
                 for _ in range(self._planned):
                     await self._begin_round()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from headway.config.load import require_resumable
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.block import seed_of
 from headway.embodied.simulators.opening import open_simulator
@@ -50,7 +49,11 @@ def findings(experiment: SimulatorExperiment, *, resume: bool, opens: bool) -> l
                 except ConfigurationError as error:
                     yield key, str(error)
         yield from (("ledger.trackers", text) for text in missing_packages(experiment))
-        if (text := _directory_error(experiment, resume)) is not None:
+        directory = RunDirectory(experiment.run.directory)
+        if resume and not directory.has_run():
+            yield "run.directory", f"{directory.path} holds no run to resume: start it without --resume"
+        elif not resume and directory.has_run():
+            text = f"{directory.path} already holds a run: continue it with --resume, or choose another directory"
             yield "run.directory", text
         if opens:
             try:
@@ -59,24 +62,6 @@ def findings(experiment: SimulatorExperiment, *, resume: bool, opens: bool) -> l
                 yield "simulator.environment", str(error)
 
     return [Finding(level="error", key=key, message=message) for key, message in errors()]
-
-
-def _directory_error(experiment: SimulatorExperiment, resume: bool) -> str | None:
-    directory = RunDirectory(experiment.run.directory)
-    if (holder := directory.holder()) is not None:
-        return f"{directory.path} is in use by process {holder}"
-    if resume != directory.has_run():
-        return (
-            f"{directory.path} holds no run to resume: start it without --resume"
-            if resume
-            else f"{directory.path} already holds a run: continue it with --resume, or choose another directory"
-        )
-    try:
-        if resume:
-            require_resumable(directory.read_any_experiment(), experiment)
-    except ConfigurationError as error:
-        return str(error)
-    return None
 
 
 def calibrate(experiment: SimulatorExperiment, seconds: float) -> Calibrated:
