@@ -133,7 +133,7 @@ def _list_run(path: Path, price: float | None) -> ListedRun:
         solve_rate=solve_rate,
         standard_error=standard_error,
         solve_rate_of=rate_source,
-        reward=weighted_mean(recent, lambda pair: pair[0].mean, lambda pair: pair[1]) if recent else None,
+        reward=_reward(steps),
         device_hours=device_hours,
         usd=None if device_hours is None or price is None else step_usd(device_hours * 3600, 1, price),
         disk_bytes=_disk_bytes(path),
@@ -181,6 +181,14 @@ def holder_of(directory: RunDirectory) -> str:
     if owner.get("host") in (None, socket.gethostname()) or owner.get("inode") != status.st_ino:
         return ""
     return f"process {owner['pid']} on {owner['host']}" if time.time() - status.st_mtime < owner["orphan_s"] else ""
+
+
+def _reward(steps: Sequence[StepRecord]) -> float | None:
+    """Return the mean reward of the last steps; of a policy in simulators the mean return of its last episodes."""
+    recent = [(step.rewards, step.samples) for step in steps[-WINDOW:] if step.rewards]
+    if recent:
+        return weighted_mean(recent, lambda pair: pair[0].mean, lambda pair: pair[1])
+    return steps[-1].episodes.return_mean if steps and steps[-1].episodes else None
 
 
 def _solve_rate(
