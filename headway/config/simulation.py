@@ -107,7 +107,7 @@ class EpisodeEvaluationConfig(Section):
 # Keys of sections that simulators share with language models, and that have no effect here.
 _UNUSED = {
     "run": "offload deterministic on_stall",
-    "ledger": "table_every_steps pass_at rollouts rollouts_max_bytes",
+    "ledger": "table_every_steps trace pass_at rollouts rollouts_max_bytes",
     "control": "pin",
     "cluster": "accounting_directory replicate_to",
 }

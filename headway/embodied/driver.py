@@ -80,6 +80,7 @@ def train(
             ledger.record(msgspec.structs.replace(event, time_s=ledger.time_s))
 
     options |= {"on_event": record_incident, "directory": directory.path, "resume": resume}
+    options["cluster"] = experiment.cluster if experiment.cluster.address else None
     options["stall_s"] = 2 * experiment.simulator.step_timeout_s
     try:
         return run(_workflow, plan, experiment, directory, ledgers, resume, take_over, on_line, **options)

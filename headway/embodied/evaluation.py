@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,13 +43,14 @@ class Evaluator:
         }
         self._simulators: dict[int, LaneSimulator] = {}
 
-    def run(self, policy: Any, video: str) -> Evaluated:
-        """Run the episodes. ``video``: file for the first lane's episode; "": none."""
+    def run(self, policy: Any, video: str, begin_step: Callable[[], None]) -> Evaluated:
+        """Run the episodes. ``video``: file for the first lane's episode; "": none. ``begin_step``: called before each
+        step of a simulator."""
         episodes, unfinished, problem = list[EpisodeEnd](), 0, ""
         for block, lanes in self._lanes.items():
             frames = _Frames(video) if video and block == 0 else None
             simulator = self._simulators.pop(block, None) or self._open(block, draws=frames is not None)
-            ended = _first_episodes(simulator, policy, lanes, frames)
+            ended = _first_episodes(simulator, policy, lanes, frames, begin_step)
             if simulator.seeded_by_reset:
                 self._simulators[block] = simulator
             else:
@@ -76,13 +78,16 @@ def _takes_render_mode(settings: SimulatorConfig) -> bool:
     return settings.backend == "gymnasium" and ":" not in settings.environment
 
 
-def _first_episodes(simulator: LaneSimulator, policy: Any, lanes: int, frames: _Frames | None) -> list[EpisodeEnd]:
+def _first_episodes(
+    simulator: LaneSimulator, policy: Any, lanes: int, frames: _Frames | None, begin_step: Callable[[], None]
+) -> list[EpisodeEnd]:
     """Run each lane to the end of its first episode, by the policy's mean or mode; returns those of the first
     ``lanes`` lanes that have ended."""
     observations_b, actions = simulator.reset(), simulator.spaces.actions
     rewards_b, steps_b = np.zeros(simulator.lanes), np.zeros(simulator.lanes, np.int64)
     ended: dict[int, EpisodeEnd] = {}
     for _ in range(MAX_STEPS):
+        begin_step()
         if frames is not None and 0 not in ended:
             frames.add(simulator)
         actions_b = policy.act_greedily(observations_b)

@@ -55,7 +55,7 @@ class Simulate(Worker):
         from headway.embodied.policies import make_policy
 
         settings, seed = experiment.simulator, experiment.run.seed
-        self._block_lanes = settings.block_lanes
+        self._block_lanes, self._step_timeout_s = settings.block_lanes, settings.step_timeout_s
         self._idle_bytes = memory_bytes()
         numbers = range(self.rank, settings.blocks, self.world_size)
         block_lives = [_next_life(Path(lives), number, first_lives[number]) for number in numbers]
@@ -104,7 +104,8 @@ class Simulate(Worker):
     def evaluate(self, weights: PolicyWeights, video: str) -> Evaluated:
         """Run this worker's share of an evaluation's episodes, in simulators of their own. ``video``: a file; ""."""
         self._policy.load(weights)
-        return self._evaluator.run(self._policy, video)
+        with self.limited(self._step_timeout_s) as watchdog:
+            return self._evaluator.run(self._policy, video, watchdog.restart)
 
     def close(self) -> None:
         """Close the simulators."""

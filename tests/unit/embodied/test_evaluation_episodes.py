@@ -26,7 +26,7 @@ class Towards:
 
 def evaluated(tmp_path: Path, rank: int, workers: int, **sections: Any) -> evaluation.Evaluated:
     experiment = walk_experiment(tmp_path, evaluation={"episodes": 10}, **sections)
-    return Evaluator(experiment, rank, workers).run(Towards(), "")
+    return Evaluator(experiment, rank, workers).run(Towards(), "", lambda: None)
 
 
 def test_episodes_are_the_same_however_many_workers_share_them(tmp_path: Path):
@@ -41,7 +41,14 @@ def test_episodes_are_the_same_however_many_workers_share_them(tmp_path: Path):
 
 def test_a_second_evaluation_begins_from_the_same_seeds(tmp_path: Path):
     evaluator = Evaluator(walk_experiment(tmp_path, evaluation={"episodes": 4}), 0, 1)
-    assert evaluator.run(Towards(), "") == evaluator.run(Towards(), "")
+    assert evaluator.run(Towards(), "", lambda: None) == evaluator.run(Towards(), "", lambda: None)
+
+
+def test_every_step_is_announced_to_the_watchdog(tmp_path: Path):
+    begun: list[int] = []
+    evaluator = Evaluator(walk_experiment(tmp_path, evaluation={"episodes": 4}), 0, 1)
+    episodes = evaluator.run(Towards(), "", lambda: begun.append(1)).episodes
+    assert len(begun) == max(episode.steps for episode in episodes)
 
 
 def test_actions_are_clipped_and_only_first_episodes_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -69,14 +76,14 @@ def test_video_is_a_small_gif_and_its_lack_has_a_reason(tmp_path: Path, monkeypa
     pytest.importorskip("PIL")
     experiment = walk_experiment(tmp_path, evaluation={"episodes": 4})
     monkeypatch.setattr(evaluation, "_MAX_FRAMES", 4)
-    assert Evaluator(experiment, 0, 1).run(Towards(), str(tmp_path / "videos/x.gif")).problem == ""
+    assert Evaluator(experiment, 0, 1).run(Towards(), str(tmp_path / "videos/x.gif"), lambda: None).problem == ""
     assert (tmp_path / "videos/x.gif").read_bytes().startswith(b"GIF89a")
 
     def blind(walk: Walk) -> Array:
         raise ConfigurationError("no display")
 
     monkeypatch.setattr(Walk, "render", blind)
-    assert Evaluator(experiment, 0, 1).run(Towards(), str(tmp_path / "y.gif")).problem == "no display"
+    assert Evaluator(experiment, 0, 1).run(Towards(), str(tmp_path / "y.gif"), lambda: None).problem == "no display"
     assert not (tmp_path / "y.gif").exists()
 
 
