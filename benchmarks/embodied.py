@@ -4,7 +4,7 @@
     python benchmarks/embodied.py --parts simulation auto driver double      # without a peer, some minutes
     python benchmarks/embodied.py --keep embodied.json                       # resumes what is in the file
 
-HalfCheetah-v5 with 16 lanes, fragments of 128 steps, minibatches of 256, 10 passes, 64 x 64 units, cores 0 and 1. Parts:
+HalfCheetah-v5 with 16 lanes, fragments of 128 steps, minibatches of 256, 10 passes, 64 x 64 units, cores 0, 1. Parts:
 
 - `peer`: `steps_over_sb3` (eta = 2, V-trace) and `steps_over_sb3_synchronous` (eta = 0): environment steps/s, learning
   included, over stable-baselines3's PPO of the same sizes, at the best of {Dummy, Subproc} x {1, 2} threads of each
