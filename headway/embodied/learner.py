@@ -6,7 +6,7 @@ Shapes: t steps of a fragment, b lanes, n transitions of a step, m those of a mi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
+from headway.algorithms.returns import Returns
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.objective import MinibatchLoss, Transitions, minibatch_loss, ratio_changes, returns_of, steps_of
 from headway.embodied.policies import CLIP, ActorCritic, normalised
@@ -24,6 +25,7 @@ from headway.embodied.statistics import RunningStatistics
 from headway.records.errors import CheckpointCorrupt
 from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
 from headway.runtime.devices import parse_device
+from headway.trainer.losses import MAX_LOG_RATIO
 from headway.trainer.optimizer import AdamW, learning_rate
 
 _FILE = "learner.safetensors"
@@ -146,35 +148,38 @@ class FragmentLearner:
             raise CheckpointCorrupt(f"{file}: {error}") from error
 
     def _transitions(self, fragments: Sequence[Fragment], scale: float) -> Transitions:
-        """The transitions of fragments, with advantages and targets by the present policy or the values stored."""
-        observations, space = self._spaces.observations, self._spaces.actions
-        rows = [fragment.observations_tb.reshape(-1, *observations.shape) for fragment in fragments]
-        inputs_n = self._inputs(np.concatenate(rows))
-        width = (math.prod(space.shape),) if isinstance(space, Box) else ()
-        actions_n = self._tensor(np.concatenate([fragment.actions_tb.reshape(-1, *width) for fragment in fragments]))
-        behaviour_n = np.concatenate([fragment.logprobs_tb.ravel() for fragment in fragments])
-        proximal_n, values_n = behaviour_n, np.concatenate([fragment.values_tb.ravel() for fragment in fragments])
+        """The transitions of fragments, with advantages and targets by the values stored, or by the present policy.
+        ``scale``: what rewards are divided by."""
+        space = self._spaces.actions
+        action_shape = (math.prod(space.shape),) if isinstance(space, Box) else ()
+        inputs_n = self._inputs(_joined(fragment.observations_tb for fragment in fragments))
+        actions_n = self._tensor(_joined(fragment.actions_tb for fragment in fragments).reshape(-1, *action_shape))
+        behaviour_n = proximal_n = _joined(fragment.logprobs_tb for fragment in fragments)
+        values_n = _joined(fragment.values_tb for fragment in fragments)
         if self._algorithm.correction != "none":
             proximal_n, values_n = self._evaluated(inputs_n, actions_n)
-        ends = [rows for one in fragments for rows in (one.last_observations_b, one.final_observations_n)]
+        ends = [
+            rows for fragment in fragments for rows in (fragment.last_observations_b, fragment.final_observations_n)
+        ]
         _, end_values = self._evaluated(self._inputs(np.concatenate(ends)), None)
-        advantages, targets, end, first = [], [], 0, 0
+        all_returns, first, first_end = list[Returns](), 0, 0
         for fragment in fragments:
             shape, lanes, finals = fragment.rewards_tb.shape, len(fragment.last_observations_b), len(fragment.final_at)
-            stop = first + fragment.rewards_tb.size
+            stop, stop_end = first + fragment.rewards_tb.size, first_end + lanes + finals
             rewards_tb = (fragment.rewards_tb / scale).clip(-CLIP, CLIP) if self._normalises else fragment.rewards_tb
-            values_tb = values_n[first:stop].reshape(shape).astype(np.float64)
-            last_values_b, finals_n = np.split(end_values[end : end + lanes + finals], [lanes])
-            ratios_tb = np.exp((proximal_n - behaviour_n)[first:stop].reshape(shape).astype(np.float64))
+            values_tb, log_ratios_tb = (
+                numbers_n[first:stop].reshape(shape).astype(np.float64)
+                for numbers_n in (values_n, proximal_n - behaviour_n)
+            )
+            last_values_b, finals_n = np.split(end_values[first_end:stop_end], [lanes])
             steps = steps_of(fragment, rewards_tb, values_tb, last_values_b, finals_n)
-            returns = returns_of(steps, ratios_tb, self._algorithm)
-            advantages.append(returns.advantages_t.ravel())
-            targets.append(returns.targets_t.ravel())
-            first, end = stop, end + lanes + finals
-        terms = [behaviour_n, proximal_n, np.concatenate(advantages), np.concatenate(targets), values_n]
-        terms_5n = self._tensor(np.stack(terms).astype(np.float32))
-        counted_n = np.concatenate([fragment.counted_tb.ravel() for fragment in fragments])
-        return Transitions(inputs_n, actions_n, terms_5n).rows(self._tensor(np.flatnonzero(counted_n)))
+            all_returns.append(returns_of(steps, np.exp(log_ratios_tb), self._algorithm))
+            first, first_end = stop, stop_end
+        advantages_n = np.concatenate([returns.advantages_t.ravel() for returns in all_returns])
+        targets_n = np.concatenate([returns.targets_t.ravel() for returns in all_returns])
+        terms = np.stack([behaviour_n, proximal_n, advantages_n, targets_n, values_n]).astype(np.float32)
+        counted_n = _joined(fragment.counted_tb for fragment in fragments)
+        return Transitions(inputs_n, actions_n, self._tensor(terms)).rows(self._tensor(np.flatnonzero(counted_n)))
 
     def _inputs(self, observations_n: Array) -> Tensor:
         if self._network.reads_pictures:
@@ -248,10 +253,15 @@ class FragmentLearner:
         return any(limit is not None and float(mean) > limit for mean, limit in zip(changes, limits, strict=True))
 
 
+def _joined(arrays_tb: Iterable[Array]) -> Array:
+    """Concatenate arrays [t, b, ...] to [n, ...], step by step."""
+    return np.concatenate([array_tb.reshape(-1, *array_tb.shape[2:]) for array_tb in arrays_tb])
+
+
 def _metrics(transitions: Transitions, updates: Sequence[_Update]) -> dict[str, float]:
     """Means over the optimiser steps that were taken, ratios over those of the last pass."""
     behaviour_n, proximal_n, _, targets_n, values_n = transitions.terms_5n.double().cpu().numpy()
-    weights_n = np.exp(proximal_n - behaviour_n)
+    weights_n = np.exp((proximal_n - behaviour_n).clip(max=MAX_LOG_RATIO))
     variance = float(targets_n.var())
     metrics = {
         "behaviour_weight_mean": float(weights_n.mean()),
@@ -267,7 +277,7 @@ def _metrics(transitions: Transitions, updates: Sequence[_Update]) -> dict[str, 
     kl, ratio_deviation = ratio_changes(torch.cat([loss.log_ratios_m for loss in losses]))
     clip_fraction = torch.cat([loss.clipped_m for loss in losses]).double().mean()
     metrics |= {"kl": float(kl), "ratio_deviation": float(ratio_deviation), "clip_fraction": float(clip_fraction)}
-    ratios_n = torch.cat([loss.log_ratios_m for loss in losses]).exp().cpu().numpy()[-len(values_n) :]
-    quantiles = np.quantile(ratios_n, (0.01, 0.5, 0.99, 1.0)).tolist()
+    last_n = torch.cat([loss.log_ratios_m for loss in losses])[-len(values_n) :].clamp(max=MAX_LOG_RATIO).exp()
+    quantiles = np.quantile(last_n.cpu().numpy(), (0.01, 0.5, 0.99, 1.0)).tolist()
     metrics |= dict(zip(("ratio_p01", "ratio_p50", "ratio_p99", "ratio_max"), quantiles, strict=True))
     return metrics | {"grad_norm": sum(update.grad_norm for update in updates) / len(updates)}

@@ -98,10 +98,9 @@ class RunningStatistics:
 
     def state(self) -> dict[str, NDArray[np.float64]]:
         """All of it, by name."""
-        moments = {"observations": self.observations, "returns": self.returns}
-        arrays = {
-            f"{name}.{key}": np.asarray(array) for name, one in moments.items() for key, array in vars(one).items()
-        }
+        arrays = dict[str, NDArray[np.float64]]()
+        for name, moments in (("observations", self.observations), ("returns", self.returns)):
+            arrays |= {f"{name}.{key}": np.asarray(array) for key, array in vars(moments).items()}
         for block, lane in self.lanes.items():
             arrays[f"lanes.{block}"] = np.append(lane.returns_b, float(lane.life))
         return arrays
