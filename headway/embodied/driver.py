@@ -126,6 +126,7 @@ async def _workflow(
         stack.callback(limiting.cancel)
         await training.train()
         training.conclude()
+        shutil.rmtree(training.scratch, ignore_errors=True)
         tail = read_ledger_tail(directory.path)
         summary = summarise(list(tail.lines.values()), tail.duration_s)
         directory.write_json(directory.summary, summary)
@@ -173,6 +174,7 @@ class Training:
         self._ledger, self._clock, self._stopped, self._fence = ledger, clock, stopped, fence
         self._began_s = self._step_began_s = clock.now()
         self._cpu_s = time.process_time()
+        self.scratch = directory.path / "workers"  # what this session's workers leave to their successors
         self._window = EpisodeWindow()
         self._checkpoint_s = 0.0  # of the checkpoint behind the last step
         self._skipped = 0  # steps in a row
@@ -192,13 +194,12 @@ class Training:
             counts = counts.resumed(max(map(_admitted, lines), default=0))
         self._best_return = max((line.reward_mean for line in evaluations(lines)), default=self._best_return)
         lives = counts.lives or (0,) * settings.blocks
-        scratch = self._directory.path / "workers"  # of this session's workers and their successors
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         self.simulate = await self._flow.workers(
             "simulate",
             Simulate,
             experiment,
-            str(scratch / "lives"),
+            str(self.scratch / "lives"),
             lives,
             restarts=RESTARTS,
             most_workers=settings.blocks,
@@ -209,7 +210,7 @@ class Training:
             Learn,
             experiment,
             spaces,
-            str(scratch / "learner"),
+            str(self.scratch / "learner"),
             "" if checkpoint is None else str(checkpoint),
             restarts=RESTARTS,
             most_workers=1,
