@@ -73,30 +73,45 @@ def train(
     placed = experiment.plans_itself
     plan: Any = "auto" if placed else {"simulate": experiment.simulator.devices, "learn": experiment.trainer.devices}
     options: dict[str, Any] = {"devices": experiment.devices, "items": experiment.simulator.blocks} if placed else {}
-    ledgers: list[Ledger] = []  # the run's, once it is open
-
-    def record_incident(event: EventRecord) -> None:
-        for ledger in ledgers if event.event.startswith(("simulate_", "learn_")) else ():
-            ledger.record(msgspec.structs.replace(event, time_s=ledger.time_s))
-
-    options |= {"on_event": record_incident, "directory": directory.path, "resume": resume}
+    session = _Session()
+    options |= {"on_event": session.record_incident, "directory": directory.path, "resume": resume}
     options["cluster"] = experiment.cluster if experiment.cluster.address else None
     options["stall_s"] = 2 * experiment.simulator.step_timeout_s
     try:
-        return run(_workflow, plan, experiment, directory, ledgers, resume, take_over, on_line, **options)
+        return run(_workflow, plan, experiment, directory, session, resume, take_over, on_line, **options)
     except RunLocked:  # by a process elsewhere: its folder stays as it was
         if former_config is not None:
             directory.store(former_config)
         raise
+    except Exception as error:  # raised again; not after Ctrl-C, whose message names --resume
+        if not (resume or session.has_begun or isinstance(error, Interrupted)):
+            directory.withdraw()  # so that the same command starts from the beginning
+        raise
     finally:
         directory.release()
+
+
+class _Session:
+    """What a run's process has come to: whether a training step may have begun, and the open ledger."""
+
+    has_begun = False
+    ledger: Ledger | None = None
+
+    def record_incident(self, event: EventRecord) -> None:
+        """Record the death or restart of a worker in the run's ledger."""
+        if self.ledger is not None and event.event.startswith(("simulate_", "learn_")):
+            self.ledger.record(msgspec.structs.replace(event, time_s=self.ledger.time_s))
+
+    def close(self) -> None:
+        """Record no more: the ledger is about to be closed."""
+        self.ledger = None
 
 
 async def _workflow(
     flow: Flow,
     experiment: SimulatorExperiment,
     directory: RunDirectory,
-    ledgers: list[Ledger],
+    session: _Session,
     resume: bool,
     take_over: bool,
     on_line: OnLine | None,
@@ -111,16 +126,16 @@ async def _workflow(
         ledger = stack.enter_context(Ledger(directory.path, clock))
         if on_line is not None:
             ledger.subscribe(on_line)
-        ledgers.append(ledger)
+        session.ledger = ledger
+        stack.callback(session.close)
         training = Training(flow, experiment, directory, ledger, clock, stopped, epoch.require)
         try:
             exports = stack.enter_context(start_exports(experiment, directory, ledger, resume=resume))
             await training.start(resume)
-        except Exception:  # the same command starts from the beginning; not after Ctrl-C, whose message names --resume
-            if not resume:
-                directory.withdraw()
+            session.has_begun = True
+        finally:
+            if not (resume or session.has_begun):
                 (directory.path / WORKFLOW_FILE).unlink(missing_ok=True)
-            raise
         exports.announce()
         limiting = asyncio.create_task(_limit(stopped, experiment.run.stop_grace_s, asyncio.current_task()))
         stack.callback(limiting.cancel)

@@ -146,7 +146,8 @@ class Learn(Worker):
             computing_s = time.monotonic()
             self._take_up(version)
             metrics = self._learner.step(taken)
-            self._keep_state()
+            if self._learner.version != version:  # the step wasn't skipped
+                self._keep_state()
             weights = self._learner.weights()
             ended_s = time.monotonic()
         return StepReport(
