@@ -145,8 +145,10 @@ test-clients: install install-agents install-clients
 	HEADWAY_AGENTS="$(abspath $(AGENTS_BIN)/python)" HEADWAY_CLIENTS="$(abspath $(CLIENTS_BIN)/python)" \
 		HEADWAY_PROGRAMS="$(abspath $(NPM_CLIENTS)/node_modules/.bin)" $(BIN)/python -m pytest tests/clients --timeout 600 --durations 10
 
+VLLM_TESTS := $(VLLM_BIN)/python -m pytest -o cache_dir=.pytest_cache/test-vllm tests/e2e/test_vllm_*.py --timeout 600
 test-vllm: install-vllm
-	$(VLLM_BIN)/python -m pytest tests/e2e/test_vllm_*.py --timeout 600 --durations 10
+	$(VLLM_TESTS) --durations 10 || { test $$? -eq 1 && echo "make $@: what failed runs once more, alone" && \
+		$(VLLM_TESTS) --last-failed --maxfail 2 --verbose; }
 
 house: install
 	$(BIN)/python tests/support/code_figures.py
