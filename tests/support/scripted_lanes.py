@@ -19,8 +19,8 @@ class Scripted(gymnasium.Env[Any, Any]):
     """Its k-th episode has ``script[k]``: its steps and how it ends. A reward is 10 episode + step + 1."""
 
     def __init__(self, script: Any = (), spaces: tuple[Any, Any] = (OBSERVATIONS, ACTIONS), **faults: Any) -> None:
-        """``faults``: "observation", "reward", "raises" or "info" -> (step of the first episode, value). All
-        observations are one array, filled again."""
+        """``faults``: "observation", "reward", "raises" or "info" -> (step of the first episode, value); keys
+        of its info are else False. All observations are one array, filled again."""
         self.observation_space, self.action_space = spaces
         self.script, self.faults = script, faults
         self.episode, self.seeds, self.actions = -1, [], []
@@ -41,7 +41,7 @@ class Scripted(gymnasium.Env[Any, Any]):
         self.observation[:] = self.episode, self.steps
         observation = self._with_fault("observation", self.observation)
         reward = self._with_fault("reward", 10.0 * self.episode + self.steps)
-        info = self._with_fault("info", {})
+        info = self._with_fault("info", dict.fromkeys(self.faults.get("info", (0, {}))[1] or {}, False))
         return (
             observation,
             reward,
@@ -68,7 +68,7 @@ def scripted_vector(num_envs: int, mode: str = "SameStep", scripts: Any = (), la
         return gymnasium.wrappers.TransformObservation(lane_env, np.copy, OBSERVATIONS)
 
     makers = [functools.partial(make, lane) for lane in range(lanes or num_envs)]
-    return gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=mode)
+    return gymnasium.vector.SyncVectorEnv(makers, copy=False, autoreset_mode=mode)
 
 
 class NoisyPolicy:

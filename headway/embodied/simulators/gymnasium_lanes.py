@@ -145,7 +145,7 @@ class VectorLanes:
                     successes[lane] = success
         if "success" in infos:
             self._succeeded_b |= counted_b & to_host(infos["success"]).astype(np.bool_)
-            self._succeeded_b &= ~ended_b
+        self._succeeded_b &= ~ended_b
         return LaneSteps(observations_b, rewards_b, terminated_b, truncated_b, counted_b, final_observations, successes)
 
     def render(self) -> Array:

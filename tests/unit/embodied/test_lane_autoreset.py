@@ -103,6 +103,20 @@ def test_a_vector_needs_last_observations_of_cut_episodes_alone():
         collected(without_last("truncated"), 3, 1)
 
 
+def test_rewards_of_a_reset_are_no_rewards():
+    vector = scripted_vector(1, "NextStep", [[(2, "terminated")]])
+    step = vector.step
+
+    def rewarded(actions: np.ndarray) -> tuple:
+        observations, rewards, *others = step(actions)
+        return observations, rewards + 0.5, *others
+
+    vector.step = rewarded
+    [fragment] = collected(VectorLanes(vector, SEEDS), 4, 1)
+    assert fragment.rewards_tb[:, 0].tolist() == [1.5, 2.5, 0.0, 11.5]
+    assert fragment.counted_tb[:, 0].tolist() == [True, True, False, True]
+
+
 def test_every_episode_of_a_lane_has_a_seed_of_its_own():
     lanes = [Scripted([(2, "terminated")] * 3) for _ in range(2)]
     collected(SeparateLanes(lanes, SEEDS), 3, 2)
@@ -122,18 +136,19 @@ def test_success_is_that_of_any_step_or_of_the_last(mode: str):
     def made(info: dict, step: int) -> Scripted:
         return Scripted([(3, "truncated")] * 9, info=(step, info))
 
-    lanes = [made({"success": 1.0}, 2), made({"success": 0.0}, 2), made({"success": np.True_}, 3), made({}, 3)]
-    last = [made({"is_success": True}, 3), made({"is_success": False}, 3)]
-    for environments, expected in ((lanes, [True, False, True, None]), (last, [True, False])):
+    lanes = [made({"success": 1.0}, 2), made({"success": 0.0}, 2), made({"success": 1.0}, 3), made({}, 3)]
+    last = [made({"is_success": True}, 3), made({"is_success": True}, 2)]
+    for environments, first in ((lanes, [True, False, True, None]), (last, [True, False])):
         if mode == "separate":
             simulator = SeparateLanes(environments, SEEDS)
         else:
             makers = [lambda environment=environment: environment for environment in environments]
             simulator = VectorLanes(gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=mode), SEEDS)
-        [fragment] = collected(simulator, 3, 1)
-        told = [episode.success for episode in fragment.episodes]
+        [fragment] = collected(simulator, 7, 1)
         # a vector's infos have a number for every lane as soon as one lane has it
-        assert told == ([success or False for success in expected] if mode != "separate" else expected)
+        expected = first if mode == "separate" else [success or False for success in first]
+        later = [success and False for success in expected]
+        assert [episode.success for episode in fragment.episodes] == expected + later
 
 
 def test_cut_episodes_of_halfcheetah_keep_the_state_before_the_reset():
