@@ -58,6 +58,7 @@ class FragmentLearner:
         self._device, self._spaces = torch.device(parsed.torch_device()), spaces
         self._network = ActorCritic(spaces, experiment.policy, torch, self._tensor)
         self._normalises = experiment.policy.normalize
+        self._normalises_observations = self._normalises and not self._network.reads_pictures
         sizes = [math.prod(shape) for shape in self._network.shapes.values()]
         self._parameters_p = torch.zeros(sum(sizes), device=self._device)
         self._parameters = {
@@ -67,7 +68,7 @@ class FragmentLearner:
         self._optimiser = AdamW([self._parameters_p])
         self._moments = self._optimiser.zero_state(self._parameters_p)
         self._optimiser.state[self._parameters_p] = self._moments
-        self._statistics = RunningStatistics.start(spaces.observations.shape)
+        self._statistics = RunningStatistics.start(spaces.observations.shape if self._normalises_observations else ())
         self.version = 0
 
     @torch.no_grad()
@@ -95,7 +96,7 @@ class FragmentLearner:
         staleness = [self.version - fragment.version for fragment in fragments]
         if applied:
             self.version += 1
-            if self._normalises and not self._network.reads_pictures:
+            if self._normalises_observations:
                 statistics = statistics.with_observations_of(fragments)
             self._statistics = statistics
         return {
@@ -126,7 +127,7 @@ class FragmentLearner:
         tensors["parameters"] = self._parameters_p
         statistics, version = RunningStatistics.restored(arrays), int(arrays["version"])
         shapes = {name: (tuple(tensor.shape), arrays[name].shape) for name, tensor in tensors.items()}
-        shapes["observations"] = (self._spaces.observations.shape, statistics.observations.mean.shape)
+        shapes["observations.mean"] = (self._statistics.observations.mean.shape, statistics.observations.mean.shape)
         for name, (shape, stored_shape) in shapes.items():
             if shape != stored_shape:
                 raise ValueError(f"{name} has shape {list(stored_shape)}, the policy's has {list(shape)}")
@@ -184,7 +185,7 @@ class FragmentLearner:
     def _inputs(self, observations_n: Array) -> Tensor:
         if self._network.reads_pictures:
             return self._tensor(observations_n)
-        if self._normalises:
+        if self._normalises_observations:
             moments = self._statistics.observations
             observations_n = normalised(observations_n, moments.mean, moments.deviation)
         return self._tensor(observations_n.reshape(len(observations_n), -1).astype(np.float32))

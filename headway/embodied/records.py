@@ -155,5 +155,5 @@ class PolicyWeights(NamedTuple):
 
     version: int  # the learner's completed steps
     parameters_p: NDArray[np.float32]  # all of them, in the order of `ActorCritic.shapes`
-    observation_mean: NDArray[np.float64]  # of a space's shape; 0 and 1 before the first step
-    observation_deviation: NDArray[np.float64]
+    observation_mean: NDArray[np.float64]  # of their shape, () where they aren't normalised; 0 before the first step
+    observation_deviation: NDArray[np.float64]  # likewise, and 1
