@@ -128,11 +128,8 @@ class LaneBlock:
         self.fragments += 1
         return fragment
 
-    def render(self) -> Array:
-        """Return a picture of lane 0, uint8 [height, width, 3]. Raises ConfigurationError where there is none."""
-        return self._simulator.render()
-
     def close(self) -> None:
+        """Close the simulator."""
         self._simulator.close()
 
     def _noise(self) -> Array:
@@ -152,17 +149,17 @@ class LaneBlock:
         rows.actions_tb[t] = to_host(actions_b)
         rows.logprobs_tb[t] = to_host(logprobs_b)
         rows.values_tb[t] = to_host(values_b)
-        lanes = self._call(t, rows, self._simulator.step, self._clip(actions_b))
-        self._write(t + 1, rows.observations_tb, lanes.observations_b, "observations")
-        self._write(t, rows.rewards_tb, lanes.rewards_b, "rewards")
-        self._write(t, rows.terminated_tb, lanes.terminated_b, "terminated")
-        self._write(t, rows.truncated_tb, lanes.truncated_b, "truncated")
-        self._write(t, rows.counted_tb, lanes.counted_b, "counted")
-        for lane, observation in lanes.final_observations.items():
+        lane_steps = self._call(t, rows, self._simulator.step, self._clip(actions_b))
+        self._write(t + 1, rows.observations_tb, lane_steps.observations_b, "observations")
+        self._write(t, rows.rewards_tb, lane_steps.rewards_b, "rewards")
+        self._write(t, rows.terminated_tb, lane_steps.terminated_b, "terminated")
+        self._write(t, rows.truncated_tb, lane_steps.truncated_b, "truncated")
+        self._write(t, rows.counted_tb, lane_steps.counted_b, "counted")
+        for lane, observation in lane_steps.final_observations.items():
             rows.final_observations[t, lane] = np.array(to_host(observation))
-        for lane, success in lanes.successes.items():
+        for lane, success in lane_steps.successes.items():
             rows.successes[t, lane] = success
-        self._observations_b = lanes.observations_b
+        self._observations_b = lane_steps.observations_b
 
     def _call(self, t: int, rows: _Rows | None, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the simulator at step ``t``. ``rows``: those filled so far, if there are any."""
@@ -190,7 +187,9 @@ class LaneBlock:
         """Copy a simulator's array to row ``t``. Raises SimulatorFailed for another shape, or numbers that it can't
         hold."""
         array = to_host(row)
-        if array.shape != rows_tb.shape[1:] or not np.can_cast(array.dtype, rows_tb.dtype, "same_kind"):
+        if array.shape != rows_tb.shape[1:] or (
+            array.dtype != rows_tb.dtype and not np.can_cast(array.dtype, rows_tb.dtype, "same_kind")
+        ):
             self._fail(
                 t,
                 None,

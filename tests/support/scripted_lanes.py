@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import gymnasium
@@ -18,15 +19,18 @@ class Scripted(gymnasium.Env[Any, Any]):
     """Its k-th episode has ``script[k]``: its steps and how it ends. A reward is 10 episode + step + 1."""
 
     def __init__(self, script: Any = (), spaces: tuple[Any, Any] = (OBSERVATIONS, ACTIONS), **faults: Any) -> None:
-        """``faults``: "observation", "reward", "raises" or "info" -> (step of the first episode, value)."""
+        """``faults``: "observation", "reward", "raises" or "info" -> (step of the first episode, value). All
+        observations are one array, filled again."""
         self.observation_space, self.action_space = spaces
         self.script, self.faults = script, faults
         self.episode, self.seeds, self.actions = -1, [], []
+        self.observation = np.zeros(2, np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self.seeds.append(seed)
         self.episode, self.steps = self.episode + 1, 0
-        return self._with_fault("observation", np.array([self.episode, 0], np.float32)), {}
+        self.observation[:] = self.episode, 0
+        return self._with_fault("observation", self.observation), {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         self._with_fault("raises", None)
@@ -34,7 +38,8 @@ class Scripted(gymnasium.Env[Any, Any]):
         self.steps += 1
         length, end = self.script[self.episode] if self.episode < len(self.script) else (10**9, "")
         ended = self.steps == length
-        observation = self._with_fault("observation", np.array([self.episode, self.steps], np.float32))
+        self.observation[:] = self.episode, self.steps
+        observation = self._with_fault("observation", self.observation)
         reward = self._with_fault("reward", 10.0 * self.episode + self.steps)
         info = self._with_fault("info", {})
         return (
@@ -56,7 +61,13 @@ class Scripted(gymnasium.Env[Any, Any]):
 
 def scripted_vector(num_envs: int, mode: str = "SameStep", scripts: Any = (), lanes: int | None = None) -> Any:
     """Make gymnasium's vector of them, of another size if ``lanes`` says so."""
-    makers = [lambda lane=lane: Scripted(scripts[lane] if scripts else ()) for lane in range(lanes or num_envs)]
+
+    # Its SameStep keeps a last observation without copying it.
+    def make(lane: int) -> Any:
+        lane_env = Scripted(scripts[lane] if scripts else ())
+        return gymnasium.wrappers.TransformObservation(lane_env, np.copy, OBSERVATIONS)
+
+    makers = [functools.partial(make, lane) for lane in range(lanes or num_envs)]
     return gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=mode)
 
 

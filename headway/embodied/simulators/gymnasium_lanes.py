@@ -56,7 +56,7 @@ class SeparateLanes:
                     self._succeeded[lane] = bool(info["success"]) or self._succeeded.get(lane, False)
                 if terminated or truncated:
                     terminated_b[lane], truncated_b[lane] = terminated, truncated
-                    final_observations[lane] = observation
+                    final_observations[lane] = observation.copy()  # environments may fill one array again
                     if (success := self._succeeded.pop(lane, info.get("is_success"))) is not None:
                         successes[lane] = bool(success)
                     self._episodes[lane] += 1
@@ -137,9 +137,10 @@ class VectorLanes:
         successes: dict[int, bool] = {}
         if ended_b.any():
             final_infos = infos if self._next_step else infos.get("final_info", {})
-            final_obs = observations_b if self._next_step else infos["final_obs"]
+            final_obs = observations_b if self._next_step else infos.get("final_obs")
             for lane in np.flatnonzero(ended_b).tolist():
-                final_observations[lane] = final_obs[lane]
+                if final_obs is not None:
+                    final_observations[lane] = final_obs[lane]
                 if (success := self._success_of(lane, final_infos)) is not None:
                     successes[lane] = success
         if "success" in infos:

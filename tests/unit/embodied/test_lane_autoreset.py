@@ -18,6 +18,7 @@ from headway.embodied.block import LaneBlock, seed_of
 from headway.embodied.records import Fragment, LaneSimulator
 from headway.embodied.simulators.gymnasium_lanes import SeparateLanes, VectorLanes
 from headway.embodied.simulators.opening import open_simulator
+from headway.records.errors import SimulatorFailed
 
 SEEDS = functools.partial(seed_of, 1, 0, 0)
 SCRIPTS = st.lists(
@@ -88,6 +89,18 @@ def test_fragments_are_what_happened_in_the_episodes(scripts, mode: str, steps: 
         ]
     last = fragments[-1].last_observations_b
     assert all(last[lane, 0] <= len(scripts[lane]) for lane in range(lanes))
+
+
+def test_a_vector_needs_last_observations_of_cut_episodes_alone():
+    def without_last(end: str) -> VectorLanes:
+        vector = scripted_vector(1, "SameStep", [[(2, end)]])
+        step = vector.step
+        vector.step = lambda actions: (*step(actions)[:4], {})
+        return VectorLanes(vector, SEEDS)
+
+    assert collected(without_last("terminated"), 3, 1)[0].terminated_tb.any()
+    with pytest.raises(SimulatorFailed, match=r"lane 0, step 1 .*: the last observation of the truncated .* is None"):
+        collected(without_last("truncated"), 3, 1)
 
 
 def test_every_episode_of_a_lane_has_a_seed_of_its_own():
