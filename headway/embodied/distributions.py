@@ -100,7 +100,7 @@ class SquashedGaussian:
 
 
 class Categorical:
-    """One of several actions, with probabilities softmax(outputs); noise [n] is uniform in [0, 1)."""
+    """A choice among several actions, with probabilities softmax(outputs); noise [n] is uniform in [0, 1)."""
 
     def __init__(self, count: int, library: Any) -> None:
         self.outputs, self._library = count, library

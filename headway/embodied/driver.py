@@ -23,7 +23,7 @@ from headway.control.summaries import distribution
 from headway.embodied.episodes import EpisodeWindow, interval_of, mean_of, successes_of
 from headway.embodied.evaluation import Evaluated
 from headway.embodied.rounds import COUNTS_FILE, FragmentCounts, Rounds
-from headway.embodied.workers import Learn, Simulate, StepReport
+from headway.embodied.workers import Learn, Simulate, LearnReport
 from headway.flow.run import Flow, run
 from headway.records.errors import AccountingError, Interrupted, RunLocked, StepRefused
 from headway.records.execution import WORKFLOW_FILE
@@ -92,7 +92,7 @@ def train(
 
 
 class _Session:
-    """What a run's process has come to: whether a training step may have begun, and the open ledger."""
+    """The state of a run's process: whether a training step may have begun, and the open ledger."""
 
     has_begun = False
     ledger: Ledger | None = None
@@ -315,7 +315,7 @@ class Training:
         await oldest.call
         oldest.channel.close()
         taken = self.rounds.take(self.version)
-        report: StepReport = await learning
+        report: LearnReport = await learning
         self._fence()
         is_skipped = report.weights.version == self.version
         self._skipped = self._skipped + 1 if is_skipped else 0
@@ -330,7 +330,7 @@ class Training:
                 "or rewards and observations of a smaller scale (policy.normalize), may help"
             )
 
-    def _record(self, report: StepReport, skipped: bool) -> StepRecord:
+    def _record(self, report: LearnReport, skipped: bool) -> StepRecord:
         now_s, cpu_s = self._clock.now(), time.process_time()
         step_s, self._step_began_s = now_s - self._step_began_s, now_s
         orchestrator_cpu_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s

@@ -53,7 +53,7 @@ class Transitions:
     terms_5n: Tensor  # behaviour and proximal log-probabilities, advantages, targets, values at the step's start
 
     def rows(self, idx_m: Tensor) -> Transitions:
-        """Those of the indices ``idx_m``."""
+        """Return the rows of the indices ``idx_m``."""
         return Transitions(self.inputs_n[idx_m], self.actions_n[idx_m], self.terms_5n[:, idx_m])
 
 

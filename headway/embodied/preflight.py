@@ -12,7 +12,7 @@ import msgspec
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.block import seed_of
 from headway.embodied.simulators.opening import open_simulator
-from headway.embodied.workers import Learn, Simulate, StepReport
+from headway.embodied.workers import Learn, Simulate, LearnReport
 from headway.flow.run import Flow, run
 from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError, HeadwayError
@@ -76,7 +76,7 @@ async def _measure(flow: Flow, experiment: SimulatorExperiment, folder: Path, se
     simulate = await flow.workers("simulate", Simulate, experiment, str(folder / "lives"), (0,) * blocks)
     spaces, *_ = await simulate.spaces()
     learn = (await flow.workers("learn", Learn, experiment, spaces, str(folder / "states"), "", most_workers=1)).on(0)
-    weights, end_s, reports = await learn.weights(), clock.now() + seconds, list[StepReport]()
+    weights, end_s, reports = await learn.weights(), clock.now() + seconds, list[LearnReport]()
     async for step in flow.steps(_MAX_STEPS):
         numbers = flow.channel("blocks", balance="round_robin", consumers=simulate)
         fragments = flow.channel("fragments")

@@ -1,4 +1,4 @@
-"""What simulators, policies and the learner pass to each other: spaces, steps of lanes, fragments.
+"""Records that simulators, policies and the learner pass to each other: spaces, steps of lanes, fragments.
 
 Shapes: t steps of a fragment, b lanes of a block, then the dimensions of one observation or action.
 """
@@ -57,7 +57,7 @@ class Discrete:
 
 
 class Spaces(NamedTuple):
-    """Of one lane."""
+    """The spaces of a lane."""
 
     observations: Box
     actions: Box | Discrete
@@ -67,7 +67,7 @@ class Spaces(NamedTuple):
 
 
 class LaneSteps(NamedTuple):
-    """One step of all lanes of a block.
+    """A step of all lanes of a block.
 
     Example: a lane whose episode is cut: ``truncated_b`` is true, ``final_observations[lane]`` the last observation of
     the episode, and ``observations_b[lane]`` the first one of the next, or, where the simulator resets in its next

@@ -43,7 +43,7 @@ class FragmentCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One fragment of every block."""
+    """A fragment of every block."""
 
     number: int  # of its fragments
     version: int  # of the policy that acts in it

@@ -20,8 +20,8 @@ from headway.flow.channel import Channel
 from headway.flow.worker import Worker
 
 
-class StepReport(NamedTuple):
-    """Of a training step: the learner's, for the driver, which sees no fragment."""
+class LearnReport(NamedTuple):
+    """The learner's report of a training step, for the driver, which sees no fragment."""
 
     metrics: dict[str, float]
     versions: tuple[int, ...]  # of the fragments, by block
@@ -134,7 +134,7 @@ class Learn(Worker):
         """The present weights, with their version."""
         return self._learner.weights()
 
-    async def step(self, version: int, blocks: int, fragments: Channel) -> StepReport:
+    async def step(self, version: int, blocks: int, fragments: Channel) -> LearnReport:
         """Train version ``version`` on one fragment of each block."""
         taken: list[Fragment] = []
         async for chunk in fragments.chunks(order=lambda fragment: fragment.block):
@@ -150,7 +150,7 @@ class Learn(Worker):
                 self._keep_state()
             weights = self._learner.weights()
             ended_s = time.monotonic()
-        return StepReport(
+        return LearnReport(
             metrics=metrics,
             versions=tuple(fragment.version for fragment in taken),
             transitions=sum(fragment.transitions for fragment in taken),
