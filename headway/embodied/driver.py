@@ -23,7 +23,7 @@ from headway.control.summaries import distribution
 from headway.embodied.episodes import EpisodeWindow, interval_of, mean_of, successes_of
 from headway.embodied.evaluation import Evaluated
 from headway.embodied.rounds import COUNTS_FILE, FragmentCounts, Rounds
-from headway.embodied.workers import Learn, Simulate, LearnReport
+from headway.embodied.workers import Learn, LearnReport, Simulate
 from headway.flow.run import Flow, run
 from headway.records.errors import AccountingError, Interrupted, RunLocked, StepRefused
 from headway.records.execution import WORKFLOW_FILE

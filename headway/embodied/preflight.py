@@ -12,7 +12,7 @@ import msgspec
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.block import seed_of
 from headway.embodied.simulators.opening import open_simulator
-from headway.embodied.workers import Learn, Simulate, LearnReport
+from headway.embodied.workers import Learn, LearnReport, Simulate
 from headway.flow.run import Flow, run
 from headway.records.check_report import Finding
 from headway.records.errors import ConfigurationError, HeadwayError
