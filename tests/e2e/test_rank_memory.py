@@ -52,7 +52,7 @@ async def peak_of(folder: Path, model: str, ranks: int) -> tuple[list[tuple[int,
     return measured, {name: nbytes for use in uses for name, nbytes in use.parts.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_need_their_share_of_memory_and_read_their_share(tmp_path: Path) -> None:
     models = {"tiny": make_model(tmp_path / "tiny"), "large": make_model(tmp_path / "large", width=320, layers=32)}
     total = sizes_of(models["large"]).parameters

@@ -99,6 +99,7 @@ def test_it_meets_the_conditions_of_every_engine(make: Any, check: Any) -> None:
     check(make)
 
 
+@pytest.mark.long
 def test_it_updates_with_many_requests_in_flight(make: Any) -> None:
     many_in_flight(make, "keep")
 
@@ -222,6 +223,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_server_killed_between_any_two_calls_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each of five versions another call finds no server. Nothing is lost, and no folder of weights stays."""
