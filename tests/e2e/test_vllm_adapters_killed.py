@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tiers import first
 from vllm_adapters import LORA_OPTIONS, POLICY, SEED, adapter_of, base_folder, merged_model
 from vllm_engines import needs_vllm
 from vllm_servers import KEY, served
@@ -26,7 +25,7 @@ from headway.runtime.workers import LocalLauncher
 from headway.weights.shared_memory import Publisher
 from tests.conformance.reference import forced_logprobs
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.long]
 VERSIONS = 3
 POINTS = ["loaded", "unloading", "unloaded"]
 
@@ -107,7 +106,7 @@ async def killed_run(experiment: Any, tokens: int, marker: Path, revive: Any) ->
     print(events, [[(s.version, s.tokens) for s in result.response.versions] for result in results])
 
 
-@pytest.mark.parametrize("point", first(1, POINTS, pytest.mark.long))
+@pytest.mark.parametrize("point", POINTS)
 def test_a_replica_killed_in_an_update_loses_nothing(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +119,7 @@ def test_a_replica_killed_in_an_update_loses_nothing(
     asyncio.run(killed_run(experiment_on("cpu:0", 250), 250, tmp_path / "marker", alone))
 
 
-@pytest.mark.parametrize("point", first(1, POINTS, pytest.mark.long))
+@pytest.mark.parametrize("point", POINTS)
 def test_a_server_killed_in_an_update_loses_nothing(
     point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,9 @@ def make(server: ManagedServer, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     "check",
     [
-        functools.partial(conformance.check_logprobs_at_every_composition, seed=0),
+        pytest.param(
+            functools.partial(conformance.check_logprobs_at_every_composition, seed=0), marks=pytest.mark.long
+        ),
         functools.partial(conformance.check_tokens_do_not_depend_on_neighbours, seed=0),
         functools.partial(conformance.check_updates_in_flight, mode="keep", seed=0),
         functools.partial(conformance.check_updates_in_flight, mode="recompute", seed=0),
