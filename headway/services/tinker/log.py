@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -224,7 +223,12 @@ class TinkerLog:
         """Return a request; None if it never came or was released."""
         return next(iter(self.all("requests", "scope = ? AND sequence = ?", (scope, sequence))), None)
 
-    # --- the life of a request ------------------------------------------------------------------------------------------
+    def replied(self, scope: str) -> list[int]:
+        """Return the listed sequences that have replies, also released ones."""
+        text = "SELECT sequence FROM requests WHERE scope = ? AND replied_s NOT NULL"
+        return [row[0] for row in self._rows(text, (scope,))]
+
+    # --- the life of a request ----------------------------------------------------------------------------------------
 
     def submit(self, request: LoggedRequest, effects: Iterable[Effect] = ()) -> Admission:
         """Commit a request, if it is new, with effects. A refused one comes with its reply."""
@@ -280,7 +284,8 @@ class TinkerLog:
     def _release_scope(self, scope: str, now_s: float) -> int:
         model = self.get("models", scope)
         marks: dict[int, list[ReplyMark]] = defaultdict(list)
-        rows = self._rows("SELECT sequence, fetched_s FROM requests WHERE scope = ? AND fetched_s NOT NULL", (scope,))
+        text = "SELECT sequence, fetched_s FROM requests WHERE scope = ? AND fetched_s NOT NULL AND released = 0"
+        rows = self._rows(text, (scope,))
         for sequence, fetched_s in rows:
             mark = ReplyMark(sequence=sequence, fetched_s=fetched_s)
             marks[self._start(scope, sequence)].append(mark)
