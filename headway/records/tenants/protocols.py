@@ -78,6 +78,7 @@ class AppliedState(msgspec.Struct, frozen=True, kw_only=True):
     """The newest durable state of an adapter."""
 
     sequence: int  # of the create, optim_step or load that made it
+    adapter: TenantAdapter
     metrics: dict[str, float] = {}  # of an optim_step, as it returned them
 
 
@@ -110,8 +111,9 @@ class TenantTrainer(Protocol):
         ...
 
     async def save(self, model_id: str, path: str, kind: CheckpointKind) -> int:
-        """Save the adapter under ``path`` (MODEL/KIND/NAME), with its optimiser if ``kind`` is weights. Replaces what
-        is there, durable when it returns; returns its size in bytes."""
+        """Save the adapter as the folder checkpoints/``path`` of the store (``path`` is MODEL/KIND/NAME), in PEFT's
+        format, with its optimiser if ``kind`` is weights. Replaces what is there, durable when it returns; returns its
+        size in bytes."""
         ...
 
     async def evict(self, model_id: str) -> None:

@@ -199,6 +199,8 @@ class TinkerDispatch:
             if (sequence := live.order.ready()) is not None:
                 await self._run_next(model_id, live, sequence)
                 self._note_ready(model_id, live)
+                if live.session not in self._alive:
+                    await self._free_model(model_id, live)
 
     async def _run_next(self, model_id: str, live: _LiveModel, sequence: int) -> None:
         """Run the request whose turn it is, or fail it; after a failure of the trainer it keeps its turn."""
@@ -258,7 +260,7 @@ class TinkerDispatch:
         if state is not None:
             made_by = self._log.request(model_id, state.sequence)
             if made_by is not None and made_by.replied_s is None:
-                await self._conclude(made_by, self._operations.durable_answer(made_by, state.metrics))
+                await self._conclude(made_by, self._operations.durable_answer(made_by, state.adapter, state.metrics))
                 live.order.resolve(state.sequence)
             condition = "scope = ? AND sequence > ? AND kind = 'forward_backward' AND failed = 0 AND replied_s NOT NULL"
             key = (model_id, state.sequence)
@@ -338,12 +340,15 @@ class TinkerDispatch:
                     reason = f"the session ended while this request waited for request {gap.sequence}, which never came"
                     await self._conclude(request, Answer.failure(reason, "user"))
                     live.order.resolve(sequence)
-            if len(live.order) == 0:
-                del self._models[model_id]
-                await self._quietly(self._trainer.evict(model_id))
+            await self._free_model(model_id, live)
         for sampler_id in [name for name in self._registered if name.startswith(f"{session}:")]:
             self._registered.discard(sampler_id)
             await self._quietly(self._sampler.release(sampler_id))
+
+    async def _free_model(self, model_id: str, live: _LiveModel) -> None:
+        """Free the memory of a model without open requests."""
+        if len(live.order) == 0 and self._models.pop(model_id, None) is not None:
+            await self._quietly(self._trainer.evict(model_id))
 
     async def _sweep(self) -> None:
         """Consumes deadlines (of sessions, replies, checkpoints); waits for the clock."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from headway.records.errors import InfrastructureError, WorkerDied
 from headway.records.tenants.protocols import (
     BaseDescription,
     CheckpointKind,
@@ -97,46 +98,39 @@ class Operations:
     async def train(self, request: LoggedRequest) -> Answer:
         """Carry out a model's request. Raises TenantRefused for what can't be done, by the field's name."""
         model: LoggedModel = self._log.get("models", request.scope)
+        if request.kind == "create_model":
+            adapter = self._new_adapter(request)
+            await self._trainer.create(model.id, request.sequence, adapter)
+            return self.durable_answer(request, adapter, {})
+        if request.kind == "load_weights":
+            optimiser, checkpoint = self._source(request, model)
+            adapter = checkpoint.settings()
+            await self._trainer.load(model.id, request.sequence, checkpoint.path, adapter, optimiser=optimiser)
+            return self.durable_answer(request, adapter, {})
+        adapter = model.settings()
+        if adapter is None:
+            raise TenantRefused(f"{model.id} has no weights: its create_model or load_weights was refused")
         if request.kind == "forward_backward":
-            self._adapter(model)
             message = parsed_request(request.body or b"")
             computed = training_pass(message, self._base, self._substitutes)
             outcome = await self._trainer.forward_backward(model.id, computed)
             return Answer(reply=encoded_pass(outcome), protobuf=True, keeps_body=not computed.forward_only)
         if request.kind == "optim_step":
-            self._adapter(model)
-            optimiser = parsed(_fields(request), OptimStepBody).adam_params.optimiser()
-            return self.durable_answer(request, await self._trainer.optim_step(model.id, request.sequence, optimiser))
-        if request.kind == "create_model":
-            await self._trainer.create(model.id, request.sequence, self._new_adapter(request))
-            return self.durable_answer(request, {})
-        if request.kind == "load_weights":
-            body, checkpoint = self._source(request, model)
-            await self._trainer.load(
-                model.id, request.sequence, checkpoint.path, checkpoint.settings(), optimiser=body.optimizer
-            )
-            return self.durable_answer(request, {})
-        return await self._save(request, model, parsed(_fields(request), SaveWeightsBody))
+            settings = parsed(_fields(request), OptimStepBody).adam_params.optimiser()
+            metrics = await self._trainer.optim_step(model.id, request.sequence, settings)
+            return self.durable_answer(request, adapter, metrics)
+        return await self._save(request, model, adapter, parsed(_fields(request), SaveWeightsBody))
 
-    def durable_answer(self, request: LoggedRequest, metrics: Mapping[str, float]) -> Answer:
-        """Return the answer of an optim_step, create or load that is durable; the last one is also read again, after a
-        restart, from the state that it made."""
+    def durable_answer(self, request: LoggedRequest, adapter: TenantAdapter, metrics: Mapping[str, float]) -> Answer:
+        """Return the answer of an optim_step, create or load that is durable; after a restart, of the state that was
+        restored."""
         if request.kind == "optim_step":
             return Answer.of({"metrics": dict(metrics)}, applied=True)
-        if request.kind == "create_model":
-            adapter, reply = self._new_adapter(request), {"model_id": request.scope, "type": "create_model"}
-        else:
-            body = parsed(_fields(request), LoadWeightsBody)
-            checkpoint: LoggedCheckpoint = self._log.get("checkpoints", checkpoint_path(body.path)[0])
-            adapter, reply = checkpoint.settings(), {"path": body.path, "model_id": request.scope}
-        text = "UPDATE models SET adapter = ? WHERE id = ?"
-        return Answer.of(reply, ((text, (msgspec.json.encode(adapter).decode(), request.scope)),), applied=True)
-
-    def _adapter(self, model: LoggedModel) -> TenantAdapter:
-        adapter = model.settings()
-        if adapter is None:
-            raise TenantRefused(f"{model.id} has no weights: its create_model or load_weights was refused")
-        return adapter
+        reply = {"model_id": request.scope, "type": request.kind}
+        if request.kind == "load_weights":
+            reply["path"] = _fields(request)["path"]
+        effect = "UPDATE models SET adapter = ? WHERE id = ?", (_json(adapter), request.scope)
+        return Answer.of(reply, (effect,), applied=True)
 
     def _new_adapter(self, request: LoggedRequest) -> TenantAdapter:
         body = parsed(_fields(request), CreateModelBody)
@@ -154,7 +148,8 @@ class Operations:
             raise TenantRefused(f"path = {path!r}: there is no such checkpoint, or no longer")
         return checkpoint
 
-    def _source(self, request: LoggedRequest, model: LoggedModel) -> tuple[LoadWeightsBody, LoggedCheckpoint]:
+    def _source(self, request: LoggedRequest, model: LoggedModel) -> tuple[bool, LoggedCheckpoint]:
+        """Return whether a load_weights takes the optimiser's state too, and from which checkpoint."""
         body = parsed(_fields(request), LoadWeightsBody)
         if body.base_model not in (None, self._base.name):
             raise TenantRefused(f"base_model = {body.base_model!r}: valid: {self._base.name!r}")
@@ -162,25 +157,28 @@ class Operations:
         kind = checkpoint_path(body.path)[1]
         if kind == "external_weights" or (kind == "sampler_weights" and body.optimizer):
             raise TenantRefused(f"path = {body.path!r} has no optimiser state: valid: tinker://MODEL/weights/NAME")
-        return body, checkpoint
+        return body.optimizer, checkpoint
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    async def _save(self, request: LoggedRequest, model: LoggedModel, body: SaveWeightsBody) -> Answer:
-        """Save weights, for a sampling session without a name too, which is registered before it is answered."""
-        adapter, kind = self._adapter(model), KINDS[request.kind]
+    async def _save(
+        self, request: LoggedRequest, model: LoggedModel, adapter: TenantAdapter, body: SaveWeightsBody
+    ) -> Answer:
+        """Save weights; those for a sampling session have no name, and are registered before the answer."""
+        kind, number = KINDS[request.kind], body.sampling_session_seq_id
         require_ttl(body.ttl_seconds)
-        number = body.sampling_session_seq_id
-        if (body.path is None) == (number is None) and kind == "sampler_weights":
+        if kind == "sampler_weights" and (body.path is None) == (number is None):
             raise TenantRefused("save_weights_for_sampler: valid: either path or sampling_session_seq_id")
-        name = body.path if body.path is not None else f"request-{request.sequence:06d}"
-        require_name(name, "path")
-        path = f"{model.id}/{kind}/{name}"
-        if body.path is not None and not body.overwrite and self._log.get("checkpoints", path) is not None:
-            raise TenantRefused(f"path = {name!r}: tinker://{path} exists: valid: overwrite = true, or another name")
         sampler = None
         if kind == "sampler_weights" and number is not None:
+            path = f"{model.id}/{kind}/-{request.sequence:06d}"  # no client can name it
             sampler = self._new_sampler(request, model, f"{model.session}:sample:{number}", path, body.kind)
+        else:
+            name = f"{request.sequence:06d}" if body.path is None else body.path
+            require_name(name, "path")
+            path = f"{model.id}/{kind}/{name}"
+            if not body.overwrite and self._log.get("checkpoints", path) is not None:
+                raise TenantRefused(f"path = {name!r}: tinker://{path} exists: valid: overwrite = true, another name")
         size_bytes = await self._trainer.save(model.id, path, kind)
         checkpoint = LoggedCheckpoint(
             path=path,
@@ -190,19 +188,21 @@ class Operations:
             bytes=size_bytes,
             public=0,
             expires_s=None if body.ttl_seconds is None else self._wall() + body.ttl_seconds,
-            adapter=msgspec.json.encode(adapter).decode(),
-            metadata=None if body.user_metadata is None else msgspec.json.encode(body.user_metadata).decode(),
+            adapter=_json(adapter),
+            metadata=None if body.user_metadata is None else _json(body.user_metadata),
             listed=int(sampler is None),
         )
         if sampler is None:
             return Answer.of({"path": f"tinker://{path}", "type": request.kind}, (insertion(checkpoint),))
-        await self._sampler.register(sampler.id, path, inflight=bool(sampler.inflight))
         effects = [insertion(checkpoint), insertion(sampler)]
         if sampler.inflight:  # those of this model sample from the newest, after a restart as well
             text = "UPDATE samplers SET path = ?1 WHERE inflight = 1 AND substr(path, 1, length(?2)) = ?2"
             effects.append((text, (path, f"{model.id}/")))
-        fields = {"sampling_session_id": sampler.id, "type": request.kind}
-        answer = Answer.of(fields, tuple(effects))
+        answer = Answer.of({"sampling_session_id": sampler.id, "type": request.kind}, tuple(effects))
+        try:
+            await self._sampler.register(sampler.id, path, inflight=bool(sampler.inflight))
+        except (InfrastructureError, WorkerDied):
+            return answer  # it restarts: the first sample registers it
         return msgspec.structs.replace(answer, registers=sampler.id)
 
     def _new_sampler(
@@ -224,6 +224,10 @@ class Operations:
         """Delete a checkpoint: its row first, so that no one reads a part of it."""
         self._log.commit([("DELETE FROM checkpoints WHERE path = ?", (path,))])
         await self._trainer.delete(path)
+
+
+def _json(content: Any) -> str:
+    return msgspec.json.encode(content).decode()
 
 
 def _fields(request: LoggedRequest) -> dict[str, Any]:
