@@ -159,7 +159,7 @@ class TinkerApp(HttpApp):
             case _:
                 raise unknown_url(exchange)
 
-    # --- requests with a sequence ---------------------------------------------------------------------------------------
+    # --- requests with a sequence -------------------------------------------------------------------------------------
 
     def _submit(self, request: LoggedRequest, session_id: str, model: LoggedModel | None = None) -> dict[str, Any]:
         """Commit a request, and return its future. Raises HttpError 409 for another request's sequence, 400 for a
@@ -231,7 +231,7 @@ class TinkerApp(HttpApp):
         request_id = _text(decoded(await exchange.body()), "request_id")
         scope, sequence = self._owned_request(tenant, request_id)
         request = await exchange.while_connected(self._dispatch.reply(scope, sequence, _POLL_S))
-        if request is None and sequence >= self._log.released_below(scope, sequence):
+        if request is None and not self._log.was_released(scope, sequence):
             raise HttpError(404, f"there is no request {request_id!r}", code="not_found")
         if request is None or request.released:
             reason = f"the reply of {request_id} was fetched, and isn't kept any longer; the request was done once"
@@ -262,7 +262,7 @@ class TinkerApp(HttpApp):
             await self._dispatch.cancel(request)
         return {}
 
-    # --- sessions and samplers ------------------------------------------------------------------------------------------
+    # --- sessions and samplers ----------------------------------------------------------------------------------------
 
     async def _client_config(self, tenant: str, fields: Fields) -> Any:
         require_sdk(str(fields.get("sdk_version", "")))

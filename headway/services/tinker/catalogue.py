@@ -171,7 +171,7 @@ class TinkerCatalogue:
         return {"urls": urls, "expires": _time(expires_s)}
 
     def download(self, path: str, query: dict[str, str]) -> bytes:
-        """Return a file's content. Raises HttpError 403 for an address that has expired, or isn't of `download_urls`."""
+        """Return a file's content. Raises HttpError 403 for addresses that expired, or aren't of `download_urls`."""
         expires_text = query.get("expires", "")
         expires_s = float(expires_text) if expires_text.isdecimal() else 0.0
         signature = self._signature(path, expires_s)

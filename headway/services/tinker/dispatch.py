@@ -86,7 +86,7 @@ class TinkerDispatch:
         self._settings = settings
         self._clock = clock
         self._wall = wall
-        self._operations = Operations(log, trainer, sampler, base, settings.max_rank, settings.substitutes, wall)
+        self.operations = Operations(log, trainer, sampler, base, settings.max_rank, settings.substitutes, wall)
         self._models: dict[str, _LiveModel] = {}
         self._ready: dict[str, None] = {}  # models whose turn has come, first in first out
         self._work = asyncio.Event()
@@ -119,7 +119,7 @@ class TinkerDispatch:
         open_count = len(live.order) if live else sum(scope == request.scope for scope, _ in self._samples)
         if open_count >= _OPEN_REQUESTS and self._log.request(request.scope, request.sequence) is None:
             raise TooManyRequests(f"{request.scope} has {open_count} requests without a reply: valid: {_OPEN_REQUESTS}")
-        admission = self._log.submit(request, self._operations.arrival(request, model))
+        admission = self._log.submit(request, self.operations.arrival(request, model))
         self.counts[admission.value] += 1
         if admission is Admission.NEW:
             self._enqueue(request)
@@ -213,7 +213,7 @@ class TinkerDispatch:
                 await self._restore(model_id, live)
                 if live.order.ready() != sequence:
                     return
-            answer = await self._operations.train(request)
+            answer = await self.operations.train(request)
         except TenantRefused as error:
             answer = Answer.failure(str(error), "user")
         except StorageFailed as error:
@@ -260,12 +260,12 @@ class TinkerDispatch:
         if state is not None:
             made_by = self._log.request(model_id, state.sequence)
             if made_by is not None and made_by.replied_s is None:
-                await self._conclude(made_by, self._operations.durable_answer(made_by, state.adapter, state.metrics))
+                await self._conclude(made_by, self.operations.durable_answer(made_by, state.adapter, state.metrics))
                 live.order.resolve(state.sequence)
             condition = "scope = ? AND sequence > ? AND kind = 'forward_backward' AND failed = 0 AND replied_s NOT NULL"
             key = (model_id, state.sequence)
             for request in self._log.all("requests", f"{condition} AND body NOT NULL ORDER BY sequence", key):
-                await self._operations.train(request)
+                await self.operations.train(request)
                 self.counts["repeated_passes"] += 1
         live.restored = True
 
@@ -364,7 +364,7 @@ class TinkerDispatch:
             except StorageFailed:
                 continue
             for checkpoint in expired:
-                await self._quietly(self._operations.delete_checkpoint(checkpoint.path))
+                await self._quietly(self.operations.delete_checkpoint(checkpoint.path))
 
     async def _quietly(self, call: Coroutine[Any, Any, None]) -> None:
         """Await a call whose failure changes nothing: a worker that died holds nothing to free."""

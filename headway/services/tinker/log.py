@@ -314,6 +314,10 @@ class TinkerLog:
         rows = self._rows("SELECT released_below FROM streams WHERE scope = ? AND start = ?", (scope, start))
         return rows[0][0] if rows else start
 
+    def was_released(self, scope: str, sequence: int) -> bool:
+        """Whether a request that isn't listed was done, and its reply released."""
+        return sequence < self.released_below(scope, self._start(scope, sequence))
+
     def _start(self, scope: str, sequence: int) -> int:
         return 0 if ":train:" in scope else stream_start(sequence)
 
