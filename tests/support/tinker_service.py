@@ -221,6 +221,8 @@ class Service:
 
     async def post(self, path: str, fields: Mapping[str, Any] | bytes = b"", **options: Any) -> tuple[int, Any]:
         """Call the application without a socket; returns the status and the body, decoded if it is JSON."""
+        if self._task.done():
+            self._task.result()
         return await call(self.app, "POST", path, fields, **options)
 
 
@@ -236,12 +238,14 @@ async def call(
 ) -> tuple[int, Any]:
     body = fields if isinstance(fields, bytes) else msgspec.json.encode(fields)
     sent: list[Any] = []
+    answered = asyncio.Event()
     messages = [{"type": "http.request", "body": body}]
 
     async def receive() -> Any:
         if messages:
             return messages.pop()
-        await asyncio.Event().wait()
+        await answered.wait()
+        return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -255,6 +259,9 @@ async def call(
         "headers": [(name.encode(), text.encode()) for name, text in all_headers.items()],
     }
     await app(scope, receive, send)
+    answered.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
     content = b"".join(message.get("body", b"") for message in sent[1:])
     kinds = dict(sent[0]["headers"])
     return sent[0]["status"], msgspec.json.decode(content) if kinds[b"content-type"] == b"application/json" else content

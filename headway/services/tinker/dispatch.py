@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from headway.services.tinker.ordering import Admission, ModelOrder, SequenceGap
 from headway.services.tinker.requests import SampleBody, parsed, sample_request
 from headway.services.tinker.wire import encoded_sample
 
+_log = logging.getLogger("headway.tinker")
 _RETRY_S = 0.5  # between attempts while a worker restarts
 _ATTEMPTS = 3  # of a request in whose course the worker died
 _SWEEP_S = 1.0
@@ -114,7 +116,6 @@ class TinkerDispatch:
     def submit(self, request: LoggedRequest, session: str, model: LoggedModel | None = None) -> Admission:
         """Commit a request of a session, and a new ``model`` with its first; run it if it is new. Raises
         TooManyRequests, StorageFailed: nothing is committed then."""
-        self.keep_alive(session)
         live = self._models.get(request.scope)
         open_count = len(live.order) if live else sum(scope == request.scope for scope, _ in self._samples)
         if open_count >= _OPEN_REQUESTS and self._log.request(request.scope, request.sequence) is None:
@@ -122,6 +123,7 @@ class TinkerDispatch:
         admission = self._log.submit(request, self.operations.arrival(request, model))
         self.counts[admission.value] += 1
         if admission is Admission.NEW:
+            self.keep_alive(session)
             self._enqueue(request)
         return admission
 
@@ -156,10 +158,11 @@ class TinkerDispatch:
 
     async def cancel(self, request: LoggedRequest) -> None:
         """End an open sample request with an error."""
-        if (task := self._samples.get((request.scope, request.sequence))) is not None:
-            task.cancel()
+        if request.replied_s is None:
+            if (task := self._samples.get((request.scope, request.sequence))) is not None:
+                task.cancel()
             await self._conclude(request, Answer.failure("the client cancelled the request", "user"))
-            await self._sampler.cancel(f"{request.scope}:{request.sequence}")
+            await self._quietly(self._sampler.cancel(f"{request.scope}:{request.sequence}"))
 
     def _enqueue(self, request: LoggedRequest) -> None:
         if request.kind == "asample":
@@ -222,9 +225,9 @@ class TinkerDispatch:
             answer = await self._after_failure(request, live, error)
             if answer is None:
                 return
-        except HeadwayError as error:
+        except Exception as error:  # the boundary of a tenant's request: others go on
             live.restored = False
-            answer = Answer.failure(f"{type(error).__name__}: {error}", "server")
+            answer = _unexpected(request, error)
         await self._conclude(request, answer)
         live.order.resolve(sequence)
 
@@ -306,8 +309,8 @@ class TinkerDispatch:
                 self._registered.discard(request.scope)
                 if (answer := self._give_up(request, error)) is None:
                     await self._clock.sleep(_RETRY_S)
-            except HeadwayError as error:
-                answer = Answer.failure(f"{type(error).__name__}: {error}", "server")
+            except Exception as error:  # the boundary of a tenant's request: others go on
+                answer = _unexpected(request, error)
         await self._conclude(request, answer)
 
     async def _sampled(self, request: LoggedRequest) -> Answer:
@@ -372,3 +375,8 @@ class TinkerDispatch:
             await call
         except HeadwayError:
             self.counts["failed_releases"] += 1
+
+
+def _unexpected(request: LoggedRequest, error: Exception) -> Answer:
+    _log.error("%s %s:%d: %s", request.kind, request.scope, request.sequence, error, exc_info=error)
+    return Answer.failure(f"{type(error).__name__}: {error}", "server")

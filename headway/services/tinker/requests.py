@@ -41,7 +41,7 @@ class LoraSettings(msgspec.Struct, frozen=True):
     """``lora_config`` of create_model."""
 
     rank: Annotated[int, Meta(ge=1)]
-    seed: Annotated[int, Meta(ge=-(1 << 63), lt=1 << 63)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 62), lt=1 << 62)] | None = None
     train_unembed: bool = True  # the head has no adapter: the session's message says so
     train_mlp: bool = True
     train_attn: bool = True
@@ -167,7 +167,7 @@ class SamplingSettings(msgspec.Struct, frozen=True):
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str | int] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
