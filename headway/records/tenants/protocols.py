@@ -141,7 +141,7 @@ class TenantSampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     target_prompt_ids: Any = None  # [N - 1, K] int64, -1: none; scored at positions 1 to N - 1
 
 
-class TopLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+class TopTokens(msgspec.Struct, frozen=True, kw_only=True):
     """The K most probable tokens at N positions."""
 
     token_ids: Any  # [N, K] int32
@@ -154,7 +154,7 @@ class TenantSample(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: Any  # [N] int32
     logprobs: Any  # [N] float32, untempered, over the whole vocabulary
     stopped: bool  # by a stop token or string; otherwise by its length
-    top: TopLogprobs | None = None
+    top: TopTokens | None = None
 
 
 class TenantSampleOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,7 +162,7 @@ class TenantSampleOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: tuple[TenantSample, ...]
     prompt_logprobs: Any = None  # [N] float32, NaN where there is none: always at the first
-    prompt_top: TopLogprobs | None = None
+    prompt_top: TopTokens | None = None
     target_prompt_logprobs: Any = None  # [N - 1, K] float32, NaN where there is none
     cached_tokens: int = 0  # of the prompt, from another request's KV
 

@@ -20,7 +20,7 @@ from headway.services.tinker.catalogue import TinkerCatalogue
 from headway.services.tinker.dispatch import TinkerDispatch, TooManyRequests
 from headway.services.tinker.log import LoggedModel, LoggedRequest, LoggedSampler, LoggedSession, TinkerLog, insertion
 from headway.services.tinker.operations import Operations
-from headway.services.tinker.ordering import Admission
+from headway.services.tinker.ordering import RequestAdmission
 from headway.services.tinker.requests import CreateSamplingSessionBody, CreateSessionBody, parsed, require_sdk
 from headway.services.tinker.wire import PROTOBUF, decompressed, parsed_request
 
@@ -168,7 +168,7 @@ class TinkerApp(HttpApp):
         if session.finished is not None and self._log.request(request.scope, request.sequence) is None:
             raise HttpError(400, f"session {session_id} is finished: valid: a new session", code="session_finished")
         admission = self._dispatch.submit(request, session_id, model)
-        if admission is Admission.CONFLICTING:
+        if admission is RequestAdmission.CONFLICTING:
             raise HttpError(
                 409,
                 f"{request.scope} already has a request {request.sequence}, with other content: valid: repeat it "

@@ -22,8 +22,8 @@ from headway.records.tenants.protocols import (
 )
 from headway.runtime.clock import Clock
 from headway.services.tinker.log import LoggedModel, LoggedRequest, LoggedSampler, TinkerLog
-from headway.services.tinker.operations import Answer, Operations
-from headway.services.tinker.ordering import Admission, ModelOrder, SequenceGap
+from headway.services.tinker.operations import Operations, RequestAnswer
+from headway.services.tinker.ordering import ModelOrder, RequestAdmission, SequenceGap
 from headway.services.tinker.requests import SampleBody, parsed, sample_request
 from headway.services.tinker.wire import encoded_sample
 
@@ -113,7 +113,7 @@ class TinkerDispatch:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: LoggedRequest, session: str, model: LoggedModel | None = None) -> Admission:
+    def submit(self, request: LoggedRequest, session: str, model: LoggedModel | None = None) -> RequestAdmission:
         """Commit a request of a session, and a new ``model`` with its first; run it if it is new. Raises
         TooManyRequests, StorageFailed: nothing is committed then."""
         live = self._models.get(request.scope)
@@ -122,7 +122,7 @@ class TinkerDispatch:
             raise TooManyRequests(f"{request.scope} has {open_count} requests without a reply: valid: {_OPEN_REQUESTS}")
         admission = self._log.submit(request, self.operations.arrival(request, model))
         self.counts[admission.value] += 1
-        if admission is Admission.NEW:
+        if admission is RequestAdmission.NEW:
             self.keep_alive(session)
             self._enqueue(request)
         return admission
@@ -161,7 +161,7 @@ class TinkerDispatch:
         if request.replied_s is None:
             if (task := self._samples.get((request.scope, request.sequence))) is not None:
                 task.cancel()
-            await self._conclude(request, Answer.failure("the client cancelled the request", "user"))
+            await self._conclude(request, RequestAnswer.failure("the client cancelled the request", "user"))
             await self._quietly(self._sampler.cancel(f"{request.scope}:{request.sequence}"))
 
     def _enqueue(self, request: LoggedRequest) -> None:
@@ -218,9 +218,9 @@ class TinkerDispatch:
                     return
             answer = await self.operations.train(request)
         except TenantRefused as error:
-            answer = Answer.failure(str(error), "user")
+            answer = RequestAnswer.failure(str(error), "user")
         except StorageFailed as error:
-            answer = Answer.failure(str(error), "server")
+            answer = RequestAnswer.failure(str(error), "server")
         except (AdapterNotLoaded, InfrastructureError, WorkerDied) as error:
             answer = await self._after_failure(request, live, error)
             if answer is None:
@@ -231,7 +231,9 @@ class TinkerDispatch:
         await self._conclude(request, answer)
         live.order.resolve(sequence)
 
-    async def _after_failure(self, request: LoggedRequest, live: _LiveModel, error: HeadwayError) -> Answer | None:
+    async def _after_failure(
+        self, request: LoggedRequest, live: _LiveModel, error: HeadwayError
+    ) -> RequestAnswer | None:
         """Have the state restored before the next call; returns the failure of a request that was tried too often."""
         self.counts["trainer_failures"] += 1
         if isinstance(error, AdapterNotLoaded):
@@ -244,14 +246,14 @@ class TinkerDispatch:
             await self._clock.sleep(_RETRY_S)
         return answer
 
-    def _give_up(self, request: LoggedRequest, error: HeadwayError) -> Answer | None:
+    def _give_up(self, request: LoggedRequest, error: HeadwayError) -> RequestAnswer | None:
         if isinstance(error, (AdapterNotLoaded, TenantsUnavailable)):
             return None
         key = (request.scope, request.sequence)
         self._attempts[key] += 1
         if self._attempts[key] < _ATTEMPTS:
             return None
-        return Answer.failure(f"the worker failed in each of {_ATTEMPTS} attempts: {error}", "server")
+        return RequestAnswer.failure(f"the worker failed in each of {_ATTEMPTS} attempts: {error}", "server")
 
     async def _restore(self, model_id: str, live: _LiveModel) -> None:
         """Load a model's durable state, answer the request that made it if that has no reply, and repeat the
@@ -272,7 +274,7 @@ class TinkerDispatch:
                 self.counts["repeated_passes"] += 1
         live.restored = True
 
-    async def _conclude(self, request: LoggedRequest, answer: Answer) -> None:
+    async def _conclude(self, request: LoggedRequest, answer: RequestAnswer) -> None:
         """Commit the reply, however long the disk is full, and wake those that wait for it."""
         replied = msgspec.structs.replace(
             request,
@@ -299,12 +301,12 @@ class TinkerDispatch:
 
     async def _sample(self, request: LoggedRequest) -> None:
         """Consumes a sample request; waits for the sampler; is unblocked by its outcome, or `cancel`."""
-        answer: Answer | None = None
+        answer: RequestAnswer | None = None
         while answer is None:
             try:
                 answer = await self._sampled(request)
             except TenantRefused as error:
-                answer = Answer.failure(str(error), "user")
+                answer = RequestAnswer.failure(str(error), "user")
             except (AdapterNotLoaded, InfrastructureError, WorkerDied) as error:
                 self._registered.discard(request.scope)
                 if (answer := self._give_up(request, error)) is None:
@@ -313,7 +315,7 @@ class TinkerDispatch:
                 answer = _unexpected(request, error)
         await self._conclude(request, answer)
 
-    async def _sampled(self, request: LoggedRequest) -> Answer:
+    async def _sampled(self, request: LoggedRequest) -> RequestAnswer:
         sampler: LoggedSampler = self._log.get("samplers", request.scope)
         request_id = f"{request.scope}:{request.sequence}"
         body = parsed(msgspec.json.decode(request.body or b"{}"), SampleBody)
@@ -323,7 +325,7 @@ class TinkerDispatch:
         if request.scope not in self._registered:
             await self._sampler.register(sampler.id, sampler.path, inflight=bool(sampler.inflight))
             self._registered.add(request.scope)
-        return Answer(reply=encoded_sample(await self._sampler.sample(sample)), protobuf=True)
+        return RequestAnswer(reply=encoded_sample(await self._sampler.sample(sample)), protobuf=True)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -341,7 +343,7 @@ class TinkerDispatch:
                 request = self._log.request(model_id, sequence)
                 if gap is not None and request is not None:
                     reason = f"the session ended while this request waited for request {gap.sequence}, which never came"
-                    await self._conclude(request, Answer.failure(reason, "user"))
+                    await self._conclude(request, RequestAnswer.failure(reason, "user"))
                     live.order.resolve(sequence)
             await self._free_model(model_id, live)
         for sampler_id in [name for name in self._registered if name.startswith(f"{session}:")]:
@@ -377,6 +379,6 @@ class TinkerDispatch:
             self.counts["failed_releases"] += 1
 
 
-def _unexpected(request: LoggedRequest, error: Exception) -> Answer:
+def _unexpected(request: LoggedRequest, error: Exception) -> RequestAnswer:
     _log.error("%s %s:%d: %s", request.kind, request.scope, request.sequence, error, exc_info=error)
-    return Answer.failure(f"{type(error).__name__}: {error}", "server")
+    return RequestAnswer.failure(f"{type(error).__name__}: {error}", "server")

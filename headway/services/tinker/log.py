@@ -15,8 +15,8 @@ from headway.records.tenants.protocols import BaseDescription, TenantAdapter
 from headway.runtime.file_lock import FileLock
 from headway.services.tinker.ordering import (
     RETAINED_S,
-    Admission,
     ReplyMark,
+    RequestAdmission,
     admit,
     releasable,
     released_prefix,
@@ -25,73 +25,22 @@ from headway.services.tinker.ordering import (
 
 _NAME = "log of the Tinker service"
 _SCHEMA = 1
-_TABLES = (
-    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    """CREATE TABLE sessions (
-        id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created_s REAL NOT NULL,
-        finished TEXT,                -- JSON: the client's reason; NULL: it hasn't finished
-        body TEXT NOT NULL            -- JSON: as it was created
-    ) WITHOUT ROWID""",
-    """CREATE TABLE models (
-        id TEXT PRIMARY KEY, session TEXT NOT NULL, tenant TEXT NOT NULL, created_s REAL NOT NULL,
-        requested_s REAL NOT NULL,    -- of its last request
-        adapter TEXT,                 -- JSON; NULL: its first request was refused
-        metadata TEXT,                -- JSON
-        applied INTEGER NOT NULL      -- sequence of the newest durable state; -1: none
-    ) WITHOUT ROWID""",
-    """CREATE TABLE samplers (
-        id TEXT PRIMARY KEY, session TEXT NOT NULL, tenant TEXT NOT NULL,
-        digest BLOB NOT NULL,         -- of the request that made it
-        path TEXT,                    -- in the store; NULL: the base
-        inflight INTEGER NOT NULL
-    ) WITHOUT ROWID""",
-    """CREATE TABLE requests (
-        scope TEXT NOT NULL,          -- a model or a sampler
-        sequence INTEGER NOT NULL,
-        kind TEXT NOT NULL,           -- the route
-        digest BLOB NOT NULL,
-        body BLOB,                    -- NULL once no restart needs it
-        reply BLOB,                   -- NULL: open, or released
-        protobuf INTEGER NOT NULL DEFAULT 0,
-        failed INTEGER NOT NULL DEFAULT 0,
-        replied_s REAL,
-        fetched_s REAL,
-        released INTEGER NOT NULL DEFAULT 0,
-        PRIMARY KEY (scope, sequence)
-    ) WITHOUT ROWID""",
-    "CREATE INDEX requests_open ON requests (scope) WHERE replied_s IS NULL",
-    "CREATE INDEX requests_fetched ON requests (fetched_s) WHERE fetched_s IS NOT NULL AND released = 0",
-    # Of each stream, which starts at sequence ``start``: the rows below ``released_below`` are gone.
-    """CREATE TABLE streams (
-        scope TEXT NOT NULL, start INTEGER NOT NULL, released_below INTEGER NOT NULL, PRIMARY KEY (scope, start)
-    ) WITHOUT ROWID""",
-    """CREATE TABLE checkpoints (
-        path TEXT PRIMARY KEY,        -- MODEL/KIND/NAME
-        model TEXT NOT NULL, tenant TEXT NOT NULL, created_s REAL NOT NULL, bytes INTEGER NOT NULL,
-        public INTEGER NOT NULL DEFAULT 0,
-        expires_s REAL,               -- NULL: never
-        adapter TEXT NOT NULL,        -- JSON
-        metadata TEXT,                -- JSON
-        listed INTEGER NOT NULL       -- 0: a sampler's own, without a name
-    ) WITHOUT ROWID""",
-    "CREATE INDEX checkpoints_model ON checkpoints (model)",
-)
 
 
 class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the log has it; open while ``replied_s`` is None."""
 
-    scope: str
+    scope: str  # a model or a sampler
     sequence: int
-    kind: str
-    digest: bytes
-    body: bytes | None = None
-    reply: bytes | None = None
-    protobuf: int = 0
-    failed: int = 0
+    kind: str  # the route
+    digest: bytes  # of kind and content
+    body: bytes | None = None  # None once no restart needs it
+    reply: bytes | None = None  # None: open, or released
+    protobuf: int = 0  # 1: of the reply's format; else JSON
+    failed: int = 0  # 1: the reply is an error
     replied_s: float | None = None
     fetched_s: float | None = None
-    released: int = 0
+    released: int = 0  # 1: the reply is no longer kept
 
 
 class LoggedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,10 +50,10 @@ class LoggedModel(msgspec.Struct, frozen=True, kw_only=True):
     session: str
     tenant: str
     created_s: float
-    requested_s: float
-    adapter: str | None
-    metadata: str | None
-    applied: int
+    requested_s: float  # of its last request
+    adapter: str | None  # JSON; None: its first request was refused
+    metadata: str | None  # JSON
+    applied: int  # sequence of the newest durable state; -1: none
 
     def settings(self) -> TenantAdapter | None:
         """Return its adapter; None if its first request was refused."""
@@ -117,8 +66,8 @@ class LoggedSampler(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     session: str
     tenant: str
-    digest: bytes
-    path: str | None
+    digest: bytes  # of the request that made it
+    path: str | None  # in the store; None: the base
     inflight: int
 
 
@@ -128,23 +77,23 @@ class LoggedSession(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: str
     created_s: float
-    finished: str | None
-    body: str
+    finished: str | None  # JSON: the client's reason; None: it hasn't finished
+    body: str  # JSON: as it was created
 
 
 class LoggedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint as the log has it."""
 
-    path: str
+    path: str  # MODEL/KIND/NAME
     model: str
     tenant: str
     created_s: float
     bytes: int
-    public: int
-    expires_s: float | None
-    adapter: str
-    metadata: str | None
-    listed: int
+    public: int  # 1: all tenants may read it
+    expires_s: float | None  # None: never
+    adapter: str  # JSON
+    metadata: str | None  # JSON
+    listed: int  # 0: a sampler's own, without a name
 
     def settings(self) -> TenantAdapter:
         """Return the adapter that was saved."""
@@ -158,7 +107,20 @@ _RECORDS: dict[str, Any] = {
     "sessions": LoggedSession,
     "checkpoints": LoggedCheckpoint,
 }
+_KEYS = {"requests": "scope, sequence", "checkpoints": "path"}
 Effect = tuple[str, tuple[Any, ...]]  # SQL and its parameters, committed with a request or its reply
+_TABLES = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    # Of each stream, which starts at sequence ``start``: the rows below ``released_below`` are gone.
+    "CREATE TABLE streams (scope, start, released_below, PRIMARY KEY (scope, start)) WITHOUT ROWID",
+    *(
+        f"CREATE TABLE {table} ({', '.join(record.__struct_fields__)}, PRIMARY KEY ({_KEYS.get(table, 'id')}))"
+        for table, record in _RECORDS.items()
+    ),
+    "CREATE INDEX requests_open ON requests (scope) WHERE replied_s IS NULL",
+    "CREATE INDEX requests_fetched ON requests (fetched_s) WHERE fetched_s IS NOT NULL AND released = 0",
+    "CREATE INDEX checkpoints_model ON checkpoints (model)",
+)
 _SELECTS = {table: f"SELECT {', '.join(record.__struct_fields__)} FROM {table}" for table, record in _RECORDS.items()}
 
 
@@ -216,8 +178,7 @@ class TinkerLog:
 
     def get(self, table: str, key: str) -> Any:
         """Return the record of a key; None if there is none."""
-        column = "path" if table == "checkpoints" else "id"
-        return next(iter(self.all(table, f"{column} = ?", (key,))), None)
+        return next(iter(self.all(table, f"{_KEYS.get(table, 'id')} = ?", (key,))), None)
 
     def request(self, scope: str, sequence: int) -> LoggedRequest | None:
         """Return a request; None if it never came or was released."""
@@ -230,18 +191,18 @@ class TinkerLog:
 
     # --- the life of a request ----------------------------------------------------------------------------------------
 
-    def submit(self, request: LoggedRequest, effects: Iterable[Effect] = ()) -> Admission:
+    def submit(self, request: LoggedRequest, effects: Iterable[Effect] = ()) -> RequestAdmission:
         """Commit a request, if it is new, with effects. A refused one comes with its reply."""
         with transaction(self._connection, self.path, name=_NAME) as connection:
             logged = self.request(request.scope, request.sequence)
             start = self._start(request.scope, request.sequence)
             released_below = self.released_below(request.scope, start)
             admission = admit(request.sequence, request.digest, logged and logged.digest, released_below)
-            if admission is Admission.NEW:
+            if admission is RequestAdmission.NEW:
                 for text, parameters in (insertion(request), *effects):
                     connection.execute(text, parameters)
-        if admission is Admission.REPEATED and logged is not None and logged.released:
-            return Admission.RELEASED
+        if admission is RequestAdmission.REPEATED and logged is not None and logged.released:
+            return RequestAdmission.RELEASED
         return admission
 
     def reply(

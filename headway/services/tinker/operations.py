@@ -46,7 +46,7 @@ KINDS: dict[str, CheckpointKind] = {
 }
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A reply, and the rows that are committed with it."""
 
     reply: bytes
@@ -58,12 +58,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     registers: str | None = None  # a sampler that is registered now
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], effects: tuple[Effect, ...] = (), *, applied: bool = False) -> Answer:
+    def of(cls, fields: Mapping[str, Any], effects: tuple[Effect, ...] = (), *, applied: bool = False) -> RequestAnswer:
         """Make a JSON reply."""
         return cls(reply=msgspec.json.encode(fields), effects=effects, applied=applied)
 
     @classmethod
-    def failure(cls, message: str, category: str) -> Answer:
+    def failure(cls, message: str, category: str) -> RequestAnswer:
         """Make a reply that the client raises; ``category``: user or server."""
         return cls(reply=msgspec.json.encode({"error": message, "category": category}), failed=True)
 
@@ -95,7 +95,7 @@ class Operations:
             return [insertion(model)]
         return [("UPDATE models SET requested_s = ? WHERE id = ?", (self._wall(), request.scope))]
 
-    async def train(self, request: LoggedRequest) -> Answer:
+    async def train(self, request: LoggedRequest) -> RequestAnswer:
         """Carry out a model's request. Raises TenantRefused for what can't be done, by the field's name."""
         model: LoggedModel = self._log.get("models", request.scope)
         if request.kind == "create_model":
@@ -114,23 +114,25 @@ class Operations:
             message = parsed_request(request.body or b"")
             computed = training_pass(message, self._base, self._substitutes)
             outcome = await self._trainer.forward_backward(model.id, computed)
-            return Answer(reply=encoded_pass(outcome), protobuf=True, keeps_body=not computed.forward_only)
+            return RequestAnswer(reply=encoded_pass(outcome), protobuf=True, keeps_body=not computed.forward_only)
         if request.kind == "optim_step":
             settings = parsed(_fields(request), OptimStepBody).adam_params.optimiser()
             metrics = await self._trainer.optim_step(model.id, request.sequence, settings)
             return self.durable_answer(request, adapter, metrics)
         return await self._save(request, model, adapter, parsed(_fields(request), SaveWeightsBody))
 
-    def durable_answer(self, request: LoggedRequest, adapter: TenantAdapter, metrics: Mapping[str, float]) -> Answer:
+    def durable_answer(
+        self, request: LoggedRequest, adapter: TenantAdapter, metrics: Mapping[str, float]
+    ) -> RequestAnswer:
         """Return the answer of an optim_step, create or load that is durable; after a restart, of the state that was
         restored."""
         if request.kind == "optim_step":
-            return Answer.of({"metrics": dict(metrics)}, applied=True)
+            return RequestAnswer.of({"metrics": dict(metrics)}, applied=True)
         reply = {"model_id": request.scope, "type": request.kind}
         if request.kind == "load_weights":
             reply["path"] = _fields(request)["path"]
         effect = "UPDATE models SET adapter = ? WHERE id = ?", (_json(adapter), request.scope)
-        return Answer.of(reply, (effect,), applied=True)
+        return RequestAnswer.of(reply, (effect,), applied=True)
 
     def _new_adapter(self, request: LoggedRequest) -> TenantAdapter:
         body = parsed(_fields(request), CreateModelBody)
@@ -163,7 +165,7 @@ class Operations:
 
     async def _save(
         self, request: LoggedRequest, model: LoggedModel, adapter: TenantAdapter, body: SaveWeightsBody
-    ) -> Answer:
+    ) -> RequestAnswer:
         """Save weights; those for a sampling session have no name, and are registered before the answer."""
         kind, number = KINDS[request.kind], body.sampling_session_seq_id
         require_ttl(body.ttl_seconds)
@@ -193,12 +195,12 @@ class Operations:
             listed=int(sampler is None),
         )
         if sampler is None:
-            return Answer.of({"path": f"tinker://{path}", "type": request.kind}, (insertion(checkpoint),))
+            return RequestAnswer.of({"path": f"tinker://{path}", "type": request.kind}, (insertion(checkpoint),))
         effects = [insertion(checkpoint), insertion(sampler)]
         if sampler.inflight:  # those of this model sample from the newest, after a restart as well
             text = "UPDATE samplers SET path = ?1 WHERE inflight = 1 AND substr(path, 1, length(?2)) = ?2"
             effects.append((text, (path, f"{model.id}/")))
-        answer = Answer.of({"sampling_session_id": sampler.id, "type": request.kind}, tuple(effects))
+        answer = RequestAnswer.of({"sampling_session_id": sampler.id, "type": request.kind}, tuple(effects))
         try:
             await self._sampler.register(sampler.id, path, inflight=bool(sampler.inflight))
         except (InfrastructureError, WorkerDied):

@@ -15,7 +15,7 @@ _CLONE_BLOCK = 1_000_000_000  # of sequence numbers: the SDK gives each copy of 
 RETAINED_S = 600.0  # a reply is kept at least this long after it was first fetched
 
 
-class Admission(Enum):
+class RequestAdmission(Enum):
     """What a request is to a stream."""
 
     NEW = "new"
@@ -44,12 +44,12 @@ def stream_start(sequence: int) -> int:
     return sequence - sequence % _CLONE_BLOCK
 
 
-def admit(sequence: int, digest: bytes, logged_digest: bytes | None, released_below: int) -> Admission:
+def admit(sequence: int, digest: bytes, logged_digest: bytes | None, released_below: int) -> RequestAdmission:
     """Decide what a request is. ``digest``: of its kind and content; ``logged_digest``: of the request that the log has
     under its number, None: none; numbers below ``released_below`` are of requests whose replies were released."""
     if logged_digest is not None:
-        return Admission.REPEATED if logged_digest == digest else Admission.CONFLICTING
-    return Admission.RELEASED if sequence < released_below else Admission.NEW
+        return RequestAdmission.REPEATED if logged_digest == digest else RequestAdmission.CONFLICTING
+    return RequestAdmission.RELEASED if sequence < released_below else RequestAdmission.NEW
 
 
 def releasable(replies: Iterable[ReplyMark], now_s: float) -> list[int]:

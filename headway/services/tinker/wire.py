@@ -19,7 +19,7 @@ from headway.records.tenants.protocols import (
     PassOutcome,
     TenantRefused,
     TenantSampleOutcome,
-    TopLogprobs,
+    TopTokens,
     TrainingDatum,
     TrainingPass,
 )
@@ -340,7 +340,7 @@ def encoded_sample(outcome: TenantSampleOutcome) -> bytes:
     return message.SerializeToString()
 
 
-def _fill_top(message: Any, top: TopLogprobs) -> None:
+def _fill_top(message: Any, top: TopTokens) -> None:
     message.length, message.k = top.token_ids.shape
     message.token_ids = np.ascontiguousarray(top.token_ids, "<i4").tobytes()
     message.logprobs = np.ascontiguousarray(top.logprobs, "<f4").tobytes()

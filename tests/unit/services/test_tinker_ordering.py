@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from headway.services.tinker.ordering import (
     RETAINED_S,
-    Admission,
     ModelOrder,
     ReplyMark,
+    RequestAdmission,
     admit,
     releasable,
     released_prefix,
@@ -75,14 +75,14 @@ def test_the_prefix_of_released_replies_grows_without_gaps(released: list[int]) 
 @pytest.mark.parametrize(
     ("logged", "released_below", "admission"),
     [
-        (None, 5, Admission.NEW),
-        (b"x", 0, Admission.REPEATED),
-        (b"y", 0, Admission.CONFLICTING),
-        (None, 6, Admission.RELEASED),
+        (None, 5, RequestAdmission.NEW),
+        (b"x", 0, RequestAdmission.REPEATED),
+        (b"y", 0, RequestAdmission.CONFLICTING),
+        (None, 6, RequestAdmission.RELEASED),
     ],
 )
 def test_a_request_is_new_repeated_another_or_released(
-    logged: bytes | None, released_below: int, admission: Admission
+    logged: bytes | None, released_below: int, admission: RequestAdmission
 ) -> None:
     assert admit(5, b"x", logged, released_below) is admission
 

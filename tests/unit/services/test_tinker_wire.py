@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker_service import BASE
 
-from headway.records.tenants.protocols import PassOutcome, TenantRefused, TenantSample, TenantSampleOutcome, TopLogprobs
+from headway.records.tenants.protocols import PassOutcome, TenantRefused, TenantSample, TenantSampleOutcome, TopTokens
 from headway.services.tinker import requests
 from headway.services.tinker.wire import (
     LOSSES,
@@ -208,7 +208,7 @@ def test_outcomes_of_several_targets_come_in_runs_of_equal_width() -> None:
 
 
 def test_samples_are_encoded_with_what_was_asked_for() -> None:
-    top = TopLogprobs(token_ids=np.array([[1, 2]]), logprobs=np.array([[-1.0, -2.0]]))
+    top = TopTokens(token_ids=np.array([[1, 2]]), logprobs=np.array([[-1.0, -2.0]]))
     sample = TenantSample(token_ids=np.array([4]), logprobs=np.array([-0.5]), stopped=True, top=top)
     outcome = TenantSampleOutcome(
         samples=(sample,), prompt_logprobs=np.array([np.nan, -1.0]), target_prompt_logprobs=np.array([[-3.0, np.nan]])
