@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from headway.records.errors import HeadwayError, InfrastructureError, StorageFailed, WorkerDied
+from headway.records.errors import HeadwayError, StorageFailed
 from headway.records.tenants.protocols import (
     AdapterNotLoaded,
     BaseDescription,
@@ -93,7 +93,7 @@ class TinkerDispatch:
         self._ready: dict[str, None] = {}  # models whose turn has come, first in first out
         self._work = asyncio.Event()
         self._replied: dict[tuple[str, int], asyncio.Event] = {}  # of requests that somebody waits for
-        self._attempts: Counter[tuple[str, int]] = Counter()
+        self._attempts: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
         self._alive: dict[str, float] = {}  # session -> when it last gave a sign
         self._registered: set[str] = set()
         self._samples: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -118,7 +118,8 @@ class TinkerDispatch:
         TooManyRequests, StorageFailed: nothing is committed then."""
         live = self._models.get(request.scope)
         open_count = len(live.order) if live else sum(scope == request.scope for scope, _ in self._samples)
-        if open_count >= _OPEN_REQUESTS and self._log.request(request.scope, request.sequence) is None:
+        turn = live.order.next_sequence if live else -1  # the one that others wait for is never refused
+        if open_count >= _OPEN_REQUESTS and request.sequence > turn:
             raise TooManyRequests(f"{request.scope} has {open_count} requests without a reply: valid: {_OPEN_REQUESTS}")
         admission = self._log.submit(request, self.operations.arrival(request, model))
         self.counts[admission.value] += 1
@@ -165,8 +166,9 @@ class TinkerDispatch:
             await self._quietly(self._sampler.cancel(f"{request.scope}:{request.sequence}"))
 
     def _enqueue(self, request: LoggedRequest) -> None:
+        if self._group is None:
+            return  # `run` begins with all that the log has open
         if request.kind == "asample":
-            assert self._group is not None
             key = (request.scope, request.sequence)
             self._samples[key] = task = self._group.create_task(self._sample(request))
             task.add_done_callback(lambda _: self._samples.pop(key, None))
@@ -216,44 +218,46 @@ class TinkerDispatch:
                 await self._restore(model_id, live)
                 if live.order.ready() != sequence:
                     return
-            answer = await self.operations.train(request)
+            answer = self._exhausted(request, _ATTEMPTS) or await self.operations.train(request)
         except TenantRefused as error:
             answer = RequestAnswer.failure(str(error), "user")
         except StorageFailed as error:
             answer = RequestAnswer.failure(str(error), "server")
-        except (AdapterNotLoaded, InfrastructureError, WorkerDied) as error:
+        except Exception as error:  # the boundary of a tenant's request: others go on
             answer = await self._after_failure(request, live, error)
             if answer is None:
                 return
-        except Exception as error:  # the boundary of a tenant's request: others go on
-            live.restored = False
-            answer = _unexpected(request, error)
         await self._conclude(request, answer)
         live.order.resolve(sequence)
 
-    async def _after_failure(
-        self, request: LoggedRequest, live: _LiveModel, error: HeadwayError
-    ) -> RequestAnswer | None:
-        """Have the state restored before the next call; returns the failure of a request that was tried too often."""
+    async def _after_failure(self, request: LoggedRequest, live: _LiveModel, error: Exception) -> RequestAnswer | None:
+        """Have the state restored before the next call, which comes at once if the adapter was merely evicted; returns
+        the failure of a request whose state can't be restored."""
         self.counts["trainer_failures"] += 1
         if isinstance(error, AdapterNotLoaded):
-            live.restored = False
+            evicted, live.restored = live.restored, False
+            if evicted:
+                return None
         else:
             for model in self._models.values():
                 model.restored = False
-        answer = self._give_up(request, error)
-        if answer is None:
+        self._note_attempt(request, error)
+        if (answer := self._exhausted(request, 2 * _ATTEMPTS)) is None:
             await self._clock.sleep(_RETRY_S)
         return answer
 
-    def _give_up(self, request: LoggedRequest, error: HeadwayError) -> RequestAnswer | None:
-        if isinstance(error, (AdapterNotLoaded, TenantsUnavailable)):
+    def _note_attempt(self, request: LoggedRequest, error: Exception) -> None:
+        if not isinstance(error, (AdapterNotLoaded, TenantsUnavailable)):
+            _log.warning("%s %s:%d: %s", request.kind, request.scope, request.sequence, error, exc_info=error)
+            self._attempts[request.scope, request.sequence].append(f"{type(error).__name__}: {error}")
+
+    def _exhausted(self, request: LoggedRequest, limit: int) -> RequestAnswer | None:
+        """Return the failure of a request in whose course the worker failed too often. A model's state has been
+        restored without it by then, so it wasn't applied."""
+        causes = self._attempts.get((request.scope, request.sequence), [])
+        if len(causes) < limit:
             return None
-        key = (request.scope, request.sequence)
-        self._attempts[key] += 1
-        if self._attempts[key] < _ATTEMPTS:
-            return None
-        return RequestAnswer.failure(f"the worker failed in each of {_ATTEMPTS} attempts: {error}", "server")
+        return RequestAnswer.failure(f"the worker failed in each of {len(causes)} attempts: {causes[-1]}", "server")
 
     async def _restore(self, model_id: str, live: _LiveModel) -> None:
         """Load a model's durable state, answer the request that made it if that has no reply, and repeat the
@@ -307,12 +311,11 @@ class TinkerDispatch:
                 answer = await self._sampled(request)
             except TenantRefused as error:
                 answer = RequestAnswer.failure(str(error), "user")
-            except (AdapterNotLoaded, InfrastructureError, WorkerDied) as error:
-                self._registered.discard(request.scope)
-                if (answer := self._give_up(request, error)) is None:
-                    await self._clock.sleep(_RETRY_S)
             except Exception as error:  # the boundary of a tenant's request: others go on
-                answer = _unexpected(request, error)
+                self._registered.discard(request.scope)
+                self._note_attempt(request, error)
+                if (answer := self._exhausted(request, _ATTEMPTS)) is None:
+                    await self._clock.sleep(_RETRY_S)
         await self._conclude(request, answer)
 
     async def _sampled(self, request: LoggedRequest) -> RequestAnswer:
@@ -377,8 +380,3 @@ class TinkerDispatch:
             await call
         except HeadwayError:
             self.counts["failed_releases"] += 1
-
-
-def _unexpected(request: LoggedRequest, error: Exception) -> RequestAnswer:
-    _log.error("%s %s:%d: %s", request.kind, request.scope, request.sequence, error, exc_info=error)
-    return RequestAnswer.failure(f"{type(error).__name__}: {error}", "server")
