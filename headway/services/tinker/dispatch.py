@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headway.records.errors import HeadwayError, StorageFailed
+from headway.records.errors import HeadwayError, InfrastructureError, StorageFailed, WorkerDied
 from headway.records.tenants.protocols import (
     AdapterNotLoaded,
     BaseDescription,
@@ -234,15 +234,13 @@ class TinkerDispatch:
         """Have the state restored before the next call, which comes at once if the adapter was merely evicted; returns
         the failure of a request whose state can't be restored."""
         self.counts["trainer_failures"] += 1
-        if isinstance(error, AdapterNotLoaded):
-            evicted, live.restored = live.restored, False
-            if evicted:
-                return None
-        else:
+        evicted = isinstance(error, AdapterNotLoaded) and live.restored
+        live.restored = False
+        if isinstance(error, (InfrastructureError, WorkerDied)):
             for model in self._models.values():
                 model.restored = False
         self._note_attempt(request, error)
-        if (answer := self._exhausted(request, 2 * _ATTEMPTS)) is None:
+        if (answer := self._exhausted(request, 2 * _ATTEMPTS)) is None and not evicted:
             await self._clock.sleep(_RETRY_S)
         return answer
 

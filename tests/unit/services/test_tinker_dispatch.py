@@ -64,7 +64,7 @@ class Client:
                     self.posts.append((kind, {**fields, "path": path, "optimizer": True}))
                 case _:
                     fields |= {"path": f"n{sequence}"} if kind == "save_weights" else {
-                        "sampling_session_seq_id": 100 + sequence}  # fmt: skip
+                        "sampling_session_seq_id": 100 * (1 + int(model_id[-1])) + sequence}  # fmt: skip
                     self.posts.append((kind, fields))
 
     async def post(self, service: Service, sequence: int) -> int:
