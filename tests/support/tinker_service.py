@@ -64,6 +64,7 @@ class HistoryTrainer:
         self.calls: Counter[str] = Counter()
         self.faults: list[str] = []  # names of points, "CALL:before" or "CALL:after", at which it dies next
         self.unavailable = False
+        self.busy = asyncio.Event()  # it has applied eight steps
         self._clock = clock
         self._step_s = step_s
         self.loaded: dict[str, list[str]] = {}  # model -> accumulated gradients
@@ -123,6 +124,8 @@ class HistoryTrainer:
         self.disk.states[model_id] = (sequence, adapter, (*history, (gradients, optimiser.learning_rate)), metrics)
         self.loaded[model_id] = []
         await self._point("optim_step:after")
+        if self.calls["optim_step:after"] == 8:
+            self.busy.set()
         return metrics
 
     async def load(self, model_id: str, sequence: int, path: str, adapter: TenantAdapter, *, optimiser: bool) -> None:

@@ -23,7 +23,8 @@ from headway.generator.endpoint.server import serving
 from headway.runtime.clock import Clock, RealClock, run_virtual
 
 SDK = Path(os.environ.get("HEADWAY_TINKER_SDK", "/nowhere"))
-CLIENT = Path(__file__).resolve().parents[2] / "support/tinker_client.py"
+SUPPORT = Path(__file__).resolve().parents[2] / "support"
+CLIENT, LOOP = SUPPORT / "tinker_client.py", SUPPORT / "tinker_loop.py"
 POSTS = ("create_model", "load_weights", "get_info", "create_sampling_session", "asample", "cancel_future", "telemetry",
          "weights_info", "optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external",
          "retrieve_future", "session_heartbeat", "forward_backward", "client/config", "create_session")  # fmt: skip
@@ -79,6 +80,39 @@ def test_the_sdk_trains_samples_and_keeps_checkpoints(tmp_path: Path) -> None:
         (1, 0.01), (1, 0.02), (1, 0.03), (4, 0.1), (1, 0.2)]  # fmt: skip
     assert [state[2][: len(steps)] == steps for name, state in trainer.disk.states.items() if name != run] == [True] * 2
     assert not [status for _, status in service.app.responses if status >= 500]
+
+
+@pytest.mark.skipif(not SDK.is_dir(), reason="HEADWAY_TINKER_SDK: pip install --target FOLDER tinker")
+def test_the_sdk_notices_no_restart_of_service_and_trainer(tmp_path: Path) -> None:
+    async def main() -> tuple[list[Any], HistoryTrainer, int]:
+        clock, disk, restarts, address = RealClock(), Disk(), 0, "127.0.0.1:0"
+        program: asyncio.subprocess.Process | None = None
+        while True:
+            trainer = HistoryTrainer(disk, clock, 0.002)  # a new one knows what is durable, and nothing else
+            service = Service(tmp_path, trainer, CountingSampler(disk, clock), clock, time.time)
+            async with serving(service.app, EndpointConfig(address=address)) as url:
+                address = url.removeprefix("http://")
+                if program is None:
+                    program = await asyncio.create_subprocess_exec(
+                        sys.executable, str(LOOP), url, "40", stdout=asyncio.subprocess.PIPE,
+                        env={**os.environ, "PYTHONPATH": str(SDK), "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"},
+                    )  # fmt: skip
+                    output = asyncio.ensure_future(program.communicate())
+                waiter = asyncio.ensure_future(trainer.busy.wait())
+                if restarts == 4:
+                    waiter.cancel()
+                await asyncio.wait({output, *([] if restarts == 4 else [waiter])}, return_when=asyncio.FIRST_COMPLETED)
+                await service.kill()
+            if output.done():
+                assert program.returncode == 0
+                return json.loads((await output)[0].decode().strip().splitlines()[-1]), trainer, restarts
+            restarts += 1
+
+    metrics, trainer, restarts = asyncio.run(main())
+    (state,) = trainer.disk.states.values()
+    assert restarts == 4
+    assert metrics == [{"gradients:sum": 2.0}] * 40
+    assert [rate for _, rate in state[2][1:]] == [(step + 1) / 1000 for step in range(40)]
 
 
 async def tenants(clock: Clock) -> tuple[Service, dict[str, str]]:
