@@ -1,4 +1,4 @@
-"""What a tenant sees of its sessions, training runs and checkpoints, and what it changes of them."""
+"""The sessions, training runs and checkpoints of a tenant, as it sees and changes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each request of a model does: the trainer's call, its reply, and the rows of the log that it changes."""
+"""Carries out a model's request: the trainer's call, its reply, and the rows of the log that it changes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ RETAINED_S = 600.0  # a reply is kept at least this long after it was first fetc
 
 
 class RequestAdmission(Enum):
-    """What a request is to a stream."""
+    """A request's relation to those that its stream has."""
 
     NEW = "new"
     REPEATED = "repeated"  # the same future as the first time
