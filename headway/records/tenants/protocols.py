@@ -59,7 +59,7 @@ class TrainingDatum(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingPass(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward pass, and unless ``forward_only`` its backward pass, whose gradients are added to the adapter's."""
+    """A forward pass, and unless ``forward_only`` its backward pass, whose gradients are added to the adapter's."""
 
     data: tuple[TrainingDatum, ...]
     loss: str
@@ -149,7 +149,7 @@ class TopTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One sampled response."""
+    """A sampled response."""
 
     token_ids: Any  # [N] int32
     logprobs: Any  # [N] float32, untempered, over the whole vocabulary
