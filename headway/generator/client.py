@@ -470,6 +470,8 @@ class GeneratorPool:
             raise
         finally:
             replica.updating_since_s = None
+        if applied.damage:
+            self._on_event("weights_damaged", f"{replica.name}: {applied.damage}", replica=replica.index)
         replica.version, replica.update = applied.version, update_number
         replica.epoch += 1
         self._router.standings(self._clock.now(), [replica])  # from now on others that lack it are behind

@@ -87,6 +87,8 @@ class WeightPublisher:
         self._rounds = self._divided and learner.dtype != dtype
         # A side that takes turns computes nothing beside the copy to the host.
         options: dict[str, Any] = {"exports": exports, "snapshots": not experiment.run.offload, "writers": writers}
+        fetches = any(Location.of(name).machine != trainer_at.machine for name in generator.devices)
+        options["whole_every"] = experiment.weights.whole_every if fetches else 1
         # The newest announced version stays while the next is written.
         self._publisher = Publisher(run_id, 2 if exports else 3, dtype=dtype, memory=memory, **options)
         # Of each tensor, the undivided shape and the first element of this rank's rows; they don't change.

@@ -258,8 +258,8 @@ class VllmCore:
 
         Raises WeightsCorrupt, with nothing changed on any rank.
         """
-        published_fields, started_s = msgspec.structs.asdict(published), time.monotonic()
-        reasons = self._engine.collective_rpc("headway_attach", kwargs={"published": published_fields})
+        whole_version, started_s = msgspec.structs.replace(published, deltas=()), time.monotonic()
+        reasons = self._engine.collective_rpc("headway_attach", kwargs={"published": msgspec.structs.asdict(whole_version)})
         if reason := next(filter(None, reasons), ""):
             raise WeightsCorrupt(reason)
         verify_s = time.monotonic() - started_s
