@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -186,11 +186,11 @@ def copy_into(parameters: dict[str, P], tensors: Mapping[str, Tensor]) -> None:
 
 
 def adopt_weights(
-    model: nn.Module, tensors: Mapping[str, Tensor], changes: Iterable[tuple[str, Tensor, Tensor]] | None = None
+    model: nn.Module, tensors: Mapping[str, Tensor], changes: Iterable[tuple[str, Tensor, Tensor, Any]] | None = None
 ) -> bool:
     """Take over ``tensors`` without copying if they have the model's dtype and device, else copy as `copy_weights`.
-    ``changes``: those from the present parameters, if known: (name, positions in the flat tensor, values). Then these
-    alone are copied.
+    ``changes``: those from the present parameters, if known: (name, positions in the flat tensor, values, any).
+    Then these alone are copied.
 
     Returns True if the tensors have become the parameters; the caller must not change them then.
     """
@@ -206,9 +206,9 @@ def adopt_weights(
     return True
 
 
-def _overwrite(parameters: Mapping[str, nn.Parameter], changes: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+def _overwrite(parameters: Mapping[str, nn.Parameter], changes: Iterable[tuple[str, Tensor, Tensor, Any]]) -> None:
     with torch.no_grad():
-        for name, positions, values in changes:
+        for name, positions, values, _ in changes:
             parameter = parameters[name]
             parameter.view(-1)[positions.to(parameter.device)] = values.to(parameter.device, parameter.dtype)
 

@@ -33,6 +33,7 @@ class Overwrites(NamedTuple):
 
     positions: np.ndarray  # [changes] int64, ascending
     values: np.ndarray  # [changes], of the words' type
+    bases: np.ndarray  # [changes], what was there
 
 
 def encode(base: np.ndarray, new: np.ndarray) -> bytes:
@@ -87,7 +88,8 @@ def decode(encoded: bytes | memoryview, base: np.ndarray) -> Overwrites:
         raise WeightsCorrupt(f"a delta changes word {positions[-1]} of {len(base)}")
     words = np.ascontiguousarray(planes.reshape(word_bytes, -1).T).view(base.dtype.newbyteorder("<"))
     numbers[exceptional] += words.reshape(-1).astype(base.dtype)
-    return Overwrites(positions, base[positions] + _differences(numbers))
+    bases = base[positions]
+    return Overwrites(positions, bases + _differences(numbers), bases)
 
 
 def _naturals(differences: np.ndarray) -> np.ndarray:

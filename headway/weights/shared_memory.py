@@ -295,9 +295,11 @@ class Subscriber:
         """The tensors of the last fetch, if it was of this version and `keep` doesn't have them; empty if not."""
         return self._buffer.tensors_of(checksum)
 
-    def changes_from(self, checksum: str) -> Iterator[ChangedValues] | None:
-        """The values in which the last fetch differs from a version, if it came by deltas from that; None if not."""
-        return self._buffer.changes() if checksum and self._buffer.changed_from == checksum else None
+    def changes_from(self, checksum: str, steps: int | None = None) -> Iterator[ChangedValues] | None:
+        """The values in which the last fetch differs from a version, if it came by deltas from that, by so many if
+        given; None if not."""
+        is_from = checksum and self._buffer.changed_from == checksum and steps in (None, self._buffer.change_steps)
+        return self._buffer.changes() if is_from else None
 
     def forget(self) -> None:
         """Free what was fetched; mappings stay, for as long as a reader has one the publisher's death removes none."""

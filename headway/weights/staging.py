@@ -30,6 +30,7 @@ class ChangedValues(NamedTuple):
     name: str
     positions: Tensor  # [changes] int64, in the tensor's elements
     values: Tensor  # [changes], of the published dtype
+    bases: Tensor  # [changes], those before the delta
 
 
 class StagingBuffer:
@@ -47,6 +48,7 @@ class StagingBuffer:
         self._table = np.zeros(0, np.uint64)
         self.version, self.checksum = -1, ""
         self._changes = list[tuple[Section, Overwrites]]()
+        self.change_steps = 0  # deltas of the last fetch
         self.changed_from = ""  # checksum of the version that the last deltas led from; "": the last one came whole
 
     def tensors(self, layout: Layout, *, in_device: bool) -> dict[str, Tensor]:
@@ -89,7 +91,7 @@ class StagingBuffer:
         except (WeightsCorrupt, OSError) as error:
             log.warning("version %d is copied whole, not by deltas from %d: %s", published.version, version, error)
             return None
-        self.changed_from = checksum
+        self.changed_from, self.change_steps = checksum, len(chain)
         return PassSeconds(applied_s, spent.hash_s)
 
     def verified(self, published: PublishedWeights, table: np.ndarray) -> None:
@@ -109,15 +111,16 @@ class StagingBuffer:
     def changes(self) -> Iterator[ChangedValues]:
         """The values that the last deltas have changed, in their order: a later one counts."""
         assert self._layout is not None
-        for section, (positions, values) in self._changes:
+        for section, (positions, values, bases) in self._changes:
             starts = positions * section.word_bytes + section.first
             for entry in self._layout.entries:
                 if entry.offset >= section.last or entry.offset + entry.size <= section.first:
                     continue
                 first, last = np.searchsorted(starts, (entry.offset, entry.offset + entry.size))
-                tensor_values = torch.from_numpy(values[first:last]).view(self._views[entry.name].dtype)
-                elements = (starts[first:last] - entry.offset) // section.word_bytes
-                yield ChangedValues(entry.name, torch.from_numpy(elements), tensor_values)
+                elements = torch.from_numpy((starts[first:last] - entry.offset) // section.word_bytes)
+                dtype = self._views[entry.name].dtype
+                typed_values = (torch.from_numpy(words[first:last]).view(dtype) for words in (values, bases))
+                yield ChangedValues(entry.name, elements, *typed_values)
 
 
 def _aligned(size: int) -> np.ndarray:

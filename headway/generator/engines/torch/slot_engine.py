@@ -42,6 +42,12 @@ Adapters = TypeVar("Adapters", bound=Revisions[Any])
 _CHECKS_IN_TURN = 16  # updates in which all parameters that are copies are compared once
 
 
+def _same_bits(weight: Tensor, verified: Tensor) -> bool:
+    """Whether a weight is the verified one, cast to its dtype, bit for bit."""
+    cast = verified.to(weight.device, weight.dtype)
+    return torch.equal(weight.flatten().view(torch.uint8), cast.flatten().view(torch.uint8))
+
+
 class SlotOptions(TypedDict, total=False):
     """Options of every `SlotEngine`."""
 
@@ -248,9 +254,10 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """See `Engine.prefetch`."""
         started_s = self._now()
         self._damage = self._damage_of_live()
+        tensors = self._subscriber.fetch(published, *([] if published.adapter else [self._stage]))
+        self._damage = self._damage or self._damage_of_changing()
         if self._damage:  # what is published must not build on it
             self._live = ""
-        tensors = self._subscriber.fetch(published, *([] if published.adapter else [self._stage]))
         self._prefetched = published, tensors, self._now() - started_s
 
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
@@ -280,7 +287,17 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         parameters = [(name, weight) for name, weight in self._model.named_parameters() if name in fetched]
         self._checks += 1
         for name, weight in parameters[self._checks % _CHECKS_IN_TURN :: _CHECKS_IN_TURN]:
-            if not torch.equal(weight, fetched[name].to(weight.device, weight.dtype)):
+            if not _same_bits(weight, fetched[name]):
+                return f"{name} of version {self._model_version}"
+        return ""
+
+    def _damage_of_changing(self) -> str:
+        """As `_damage_of_live`, of the values alone that the last fetch's delta overwrites if the parameters are
+        copies: later checks couldn't find those."""
+        parameters = dict(self._model.named_parameters())
+        for name, positions, _, bases in self._subscriber.changes_from(self._live, steps=1) or ():
+            weight = parameters[name]
+            if not _same_bits(weight.flatten()[positions.to(weight.device)], bases):
                 return f"{name} of version {self._model_version}"
         return ""
 
