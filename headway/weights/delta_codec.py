@@ -112,6 +112,9 @@ def _decompressed(stream: memoryview, raw_bytes: int) -> np.ndarray:
     if not raw_bytes:
         return np.zeros(0, np.uint8)
     try:
-        return np.frombuffer(pa.Codec("zstd").decompress(stream, raw_bytes), np.uint8)
+        content = pa.CompressedInputStream(pa.BufferReader(stream), "zstd").read(raw_bytes + 1)
     except (OSError, ValueError) as error:  # pyarrow's
         raise WeightsCorrupt(f"a delta's section can't be decompressed: {error}") from None
+    if len(content) != raw_bytes:
+        raise WeightsCorrupt(f"a delta's section has a stream of another size than {raw_bytes} bytes")
+    return np.frombuffer(content, np.uint8)

@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -151,8 +151,7 @@ class DeltaContent:
                 raise WeightsCorrupt(f"a delta has a section {section} of a payload of {len(payload)} bytes")
             return section, decode(self._content[slice(*bounds[index])], section.words(payload))
 
-        ends = [self._start + sum(size for _, size in self._head.sections[:n]) for n in range(len(self._head.sections))]
-        bounds = list(pairwise([*ends, len(self._content)]))
+        bounds = list(pairwise(accumulate((size for _, size in self._head.sections), initial=self._start)))
         with ThreadPoolExecutor(_threads()) as pool:
             yield from pool.map(decode_section, range(len(bounds)))
 

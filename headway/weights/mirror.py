@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from headway.records.errors import ConfigurationError, HeadwayError, WeightsCorrupt
+from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedDelta, PublishedWeights
 from headway.runtime.nodes.dial import dial, outlast
 from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, ConnectionRefused, Hello, NotAdmitted, admit

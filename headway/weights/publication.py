@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.records.generation import PublishedPart, PublishedWeights
+from headway.records.generation import PublishedDelta, PublishedPart, PublishedWeights
 from headway.weights.checksums import hash_blocks, hash_lanes, root_of
 from headway.weights.delta_chain import ChainedVersion, DeltaChain
 from headway.weights.device_memory import DeviceMemory, lane_sums
@@ -22,6 +22,7 @@ from headway.weights.layout import Layout
 from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, map_slot, new_slot
 from headway.weights.slots import SlotLock
 from headway.weights.writers import Writers
+
 
 class Slot:
     """A mapped file for one version, and the payload, in the file or in device memory."""
@@ -135,7 +136,7 @@ class Publication:
             table[[block.row for block in self.division.hashed_by(rank)]] = rank_hashes
         checksum = root_of(self.version, layout.manifest, table)
         slot.complete(self.version, table)
-        hashed_at_s, deltas = time.perf_counter(), ()
+        hashed_at_s, deltas = time.perf_counter(), tuple[PublishedDelta, ...]()
         if self.chain is not None and not slot.handle:
             new = ChainedVersion(self.version, checksum, layout.manifest, slot.payload.numpy())
             deltas = self.chain.extend(slot.path.parent, new, table, self.division.hashed_by(writers.rank))

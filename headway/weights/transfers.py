@@ -1,4 +1,4 @@
-"""The protocol between mirrors, and its client: bytes of a version's file, or of its delta's, by request. Torch-free."""
+"""The protocol between mirrors, and its client: bytes of a version's file or of its delta's. Torch-free."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Transfer:
             sock.close()
 
     def receive_into(self, content: memoryview, on_chunk: Callable[[int, int], bool]) -> None:
-        """Fetch everything but a version's header into ``content``; ``on_chunk(first, last)`` is called after each chunk, and
-        returns whether to go on. Raises WeightsCorrupt, also if the version isn't there any more after the last."""
+        """Fetch everything but a version's header into ``content``; ``on_chunk(first, last)`` is called after each
+        chunk, and returns whether to go on. Raises WeightsCorrupt, also if the version isn't there any more after the last."""
         chunks = (
             (first_byte, min(first_byte + CHUNK_BYTES, range_end))
             for range_start, range_end in self._ranges or [(0, self.size)]

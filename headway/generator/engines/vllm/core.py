@@ -259,7 +259,8 @@ class VllmCore:
         Raises WeightsCorrupt, with nothing changed on any rank.
         """
         whole_version, started_s = msgspec.structs.replace(published, deltas=()), time.monotonic()
-        reasons = self._engine.collective_rpc("headway_attach", kwargs={"published": msgspec.structs.asdict(whole_version)})
+        published_fields = msgspec.structs.asdict(whole_version)
+        reasons = self._engine.collective_rpc("headway_attach", kwargs={"published": published_fields})
         if reason := next(filter(None, reasons), ""):
             raise WeightsCorrupt(reason)
         verify_s = time.monotonic() - started_s
