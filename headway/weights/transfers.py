@@ -60,7 +60,8 @@ class Transfer:
 
     def receive_into(self, content: memoryview, on_chunk: Callable[[int, int], bool]) -> None:
         """Fetch everything but a version's header into ``content``; ``on_chunk(first, last)`` is called after each
-        chunk, and returns whether to go on. Raises WeightsCorrupt, also if the version isn't there any more after the last."""
+        chunk, and returns whether to go on. Raises WeightsCorrupt, also if the version isn't there any more at the
+        end."""
         chunks = (
             (first_byte, min(first_byte + CHUNK_BYTES, range_end))
             for range_start, range_end in self._ranges or [(0, self.size)]

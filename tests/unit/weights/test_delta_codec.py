@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.records.errors import WeightsCorrupt
@@ -25,6 +25,7 @@ def arrays(word_bytes: int, size: int, density: float, reach: int, seed: int) ->
     return base, np.where(random.random(size) < density, base + changes, base)
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     WORD_BYTES,
     st.one_of(st.integers(0, 40), st.integers(60_000, 140_000)),
@@ -44,6 +45,7 @@ def test_words_come_back_and_twice_is_harmless(word_bytes: int, size: int, densi
         assert np.array_equal(target, new)
 
 
+@settings(deadline=None, max_examples=60)
 @given(WORD_BYTES, st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**64 - 1)), max_size=8), st.data())
 def test_any_change_of_any_word_is_exact(word_bytes: int, changes: list[tuple[int, int]], data: st.DataObject):
     dtype = WORDS[word_bytes]
@@ -79,12 +81,14 @@ def test_size_is_near_the_entropy(density: float):
     assert 8 * len(encode(base, new)) < 1.06 * bits * len(base)
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=200))
 def test_what_is_no_encoding_is_refused(content: bytes):
     with pytest.raises(WeightsCorrupt, match="delta's section"):
         decode(content, np.zeros(20, np.uint16))
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10**6), st.integers(0, 7))
 def test_damaged_encoding_is_refused_or_decodes_within_the_array(position: int, bit: int):
     base, new = arrays(2, 3000, 0.1, 20, 3)
