@@ -65,13 +65,15 @@ class DeltaChain:
             sections = sections_of(msgspec.json.decode(new.manifest, type=Manifest), blocks)
             encoded = encode_sections(base.payload, new.payload, sections)
             parts = self._writers.all_gather(None if encoded is None else list(zip(sections, encoded, strict=True)))
-            if any(part is None for part in parts):
+            all_encoded = [part for rank_parts in parts for part in rank_parts or ()]
+            encoded_bytes = sum(len(content) for _, content in all_encoded)
+            if None in parts or encoded_bytes > MOST_OF_WHOLE * len(new.payload):
                 self._begin_again()
                 self._skips, self._skipped = 0, min(max(1, 2 * self._skipped), _MOST_SKIPPED)
             else:
                 self._since_whole, self._skips, self._skipped = self._since_whole + 1, 0, 0
                 if self._writers.rank == 0:
-                    self._write(folder, base, new, table, [part for rank_parts in parts for part in rank_parts or ()])
+                    self._write(folder, base, new, table, all_encoded)
         return tuple(delta for delta, _, _ in self._files)
 
     def close(self) -> None:

@@ -70,8 +70,8 @@ def sections_of(manifest: Manifest, blocks: Sequence[Block]) -> list[Section]:
 
 def encode_sections(base: np.ndarray, new: np.ndarray, sections: Sequence[Section]) -> list[bytes] | None:
     """Encode the sections' changes between two payloads ([bytes] uint8) in threads; None as soon as they take more than
-    `MOST_OF_WHOLE`."""
-    limit_bytes = MOST_OF_WHOLE * sum(section.last - section.first for section in sections)
+    `MOST_OF_WHOLE`, and more than 64 KiB: small sections may, among others."""
+    limit_bytes = (64 << 10) + MOST_OF_WHOLE * sum(section.last - section.first for section in sections)
     encoded_sections, encoded_bytes = list[bytes](), 0
     with ThreadPoolExecutor(_threads()) as pool:
         for content in pool.map(lambda section: encode(section.words(base), section.words(new)), sections):

@@ -20,6 +20,7 @@ from headway.records.generation import PublishedWeights
 from headway.weights import mirror
 from headway.weights.mirror import MirrorService
 from headway.weights.shared_memory import Publisher, Subscriber
+from headway.weights.slot_file import new_slot
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(90)]
 
@@ -122,6 +123,12 @@ def test_a_chain_whose_middle_takes_the_whole_passes_it_on(mirrors: dict[str, Mi
     assert (b.versions_whole, c.versions_whole) == (1, 2)
 
 
+def full_for_deltas(path: Path, size: int) -> Any:
+    if "-delta" in path.name:
+        raise OSError(28, "No space left on device")
+    return new_slot(path, size)
+
+
 @pytest.mark.parametrize("fault", ["base", "flipped", "gone", "full", "twice", "other run"])
 def test_a_fault_costs_a_whole_version_and_is_named(
     mirrors: dict[str, MirrorService],
@@ -151,7 +158,7 @@ def test_a_fault_costs_a_whole_version_and_is_named(
     elif fault == "gone":
         Path(delta.path).unlink()
     elif fault == "full":
-        monkeypatch.setattr(mirror, "new_slot", lambda path, size: (_ for _ in ()).throw(OSError(28, "No space left")))
+        monkeypatch.setattr(mirror, "new_slot", full_for_deltas)
     elif fault == "twice":
         assert weights.are(fetched(b, published, a))
     else:

@@ -78,7 +78,7 @@ def test_size_is_near_the_entropy(density: float):
     new = np.where(is_changed, base + differences, base)
     bits = -(density * np.log2(density) + (1 - density) * np.log2(1 - density))
     bits += density * -(shares * np.log2(shares)).sum()
-    assert 8 * len(encode(base, new)) < 1.06 * bits * len(base)
+    assert 8 * len(encode(base, new)) < 1.08 * bits * len(base)
 
 
 @settings(deadline=None, max_examples=60)
