@@ -13,8 +13,8 @@ import numpy as np
 
 from headway.records.generation import PublishedDelta
 from headway.weights.checksums import Block
-from headway.weights.deltas import MOST_OF_WHOLE, Section, digest_of, encode_sections, file_of, sections_of
-from headway.weights.manifest import Manifest
+from headway.weights.deltas import MOST_OF_WHOLE, PayloadSection, digest_of, encode_sections, file_of, sections_of
+from headway.weights.manifest import PayloadManifest
 from headway.weights.slot_file import new_slot
 from headway.weights.writers import Writers
 
@@ -62,7 +62,7 @@ class DeltaChain:
         elif self._skips < self._skipped:
             self._skips += 1
         else:
-            sections = sections_of(msgspec.json.decode(new.manifest, type=Manifest), blocks)
+            sections = sections_of(msgspec.json.decode(new.manifest, type=PayloadManifest), blocks)
             encoded = encode_sections(base.payload, new.payload, sections)
             parts = self._writers.all_gather(None if encoded is None else list(zip(sections, encoded, strict=True)))
             all_encoded = [part for rank_parts in parts for part in rank_parts or ()]
@@ -90,7 +90,7 @@ class DeltaChain:
         base: ChainedVersion,
         new: ChainedVersion,
         table: np.ndarray,
-        encoded: Sequence[tuple[Section, bytes]],
+        encoded: Sequence[tuple[PayloadSection, bytes]],
     ) -> None:
         pieces = file_of(new.version, base.version, base.checksum, table, encoded)
         path, size_bytes = folder / f"{self._stem}-{new.version}-delta.weights", sum(map(len, pieces))

@@ -27,7 +27,7 @@ from headway.records.errors import WeightsCorrupt
 from headway.records.generation import PublishedDelta, PublishedWeights
 from headway.weights.checksums import BLOCK_BYTES, Block, differing_block, hash_blocks, root_of
 from headway.weights.delta_codec import WORDS, Overwrites, decode, encode
-from headway.weights.manifest import Manifest
+from headway.weights.manifest import PayloadManifest
 
 MOST_OF_WHOLE = 0.4  # of a version's bytes, that deltas may have in its place
 _MAGIC = b"HEADWAYD"
@@ -35,7 +35,7 @@ _HEAD = struct.Struct("<8sQQ")  # magic, bytes of head and table
 _MOST_THREADS = 4
 
 
-class Section(NamedTuple):
+class PayloadSection(NamedTuple):
     """Consecutive blocks of the table, of tensors with elements of one size, as one array of words."""
 
     first: int  # byte of the payload
@@ -51,24 +51,24 @@ class _Head(msgspec.Struct, frozen=True):
     version: int
     base: int
     base_checksum: str
-    sections: tuple[tuple[Section, int], ...]  # each with its encoded bytes
+    sections: tuple[tuple[PayloadSection, int], ...]  # each with its encoded bytes
 
 
-def sections_of(manifest: Manifest, blocks: Sequence[Block]) -> list[Section]:
+def sections_of(manifest: PayloadManifest, blocks: Sequence[Block]) -> list[PayloadSection]:
     """Divide blocks, in the order of their rows, into sections."""
-    sections, last_row = list[Section](), -1
+    sections, last_row = list[PayloadSection](), -1
     for block in blocks:
-        word_bytes, previous = manifest.word_bytes(block.tensor), sections[-1] if sections else Section(0, 0, 0)
+        word_bytes, previous = manifest.word_bytes(block.tensor), sections[-1] if sections else PayloadSection(0, 0, 0)
         fits = block.last - previous.first <= BLOCK_BYTES and word_bytes == previous.word_bytes
         if fits and block.row == last_row + 1:
-            sections[-1] = Section(previous.first, block.last, word_bytes)
+            sections[-1] = PayloadSection(previous.first, block.last, word_bytes)
         else:
-            sections.append(Section(block.first, block.last, word_bytes))
+            sections.append(PayloadSection(block.first, block.last, word_bytes))
         last_row = block.row
     return sections
 
 
-def encode_sections(base: np.ndarray, new: np.ndarray, sections: Sequence[Section]) -> list[bytes] | None:
+def encode_sections(base: np.ndarray, new: np.ndarray, sections: Sequence[PayloadSection]) -> list[bytes] | None:
     """Encode the sections' changes between two payloads ([bytes] uint8) in threads; None as soon as they take more than
     `MOST_OF_WHOLE`, and more than 64 KiB: small sections may, among others."""
     limit_bytes = (64 << 10) + MOST_OF_WHOLE * sum(section.last - section.first for section in sections)
@@ -84,7 +84,7 @@ def encode_sections(base: np.ndarray, new: np.ndarray, sections: Sequence[Sectio
 
 
 def file_of(
-    version: int, base: int, base_checksum: str, table: np.ndarray, encoded: Sequence[tuple[Section, bytes]]
+    version: int, base: int, base_checksum: str, table: np.ndarray, encoded: Sequence[tuple[PayloadSection, bytes]]
 ) -> list[bytes]:
     """Make the content of a delta's file, in pieces. ``table``: of ``version``; ``encoded``: all sections."""
     head = _Head(version, base, base_checksum, tuple((section, len(content)) for section, content in encoded))
@@ -141,10 +141,10 @@ class DeltaContent:
         """The table of the version that it leads to."""
         return np.frombuffer(self._content[self._table_start : self._start], "<u8")
 
-    def overwrites(self, payload: np.ndarray) -> Iterator[tuple[Section, Overwrites]]:
+    def overwrites(self, payload: np.ndarray) -> Iterator[tuple[PayloadSection, Overwrites]]:
         """Decode the sections in threads against the base's ``payload`` ([bytes] uint8). Raises WeightsCorrupt."""
 
-        def decode_section(index: int) -> tuple[Section, Overwrites]:
+        def decode_section(index: int) -> tuple[PayloadSection, Overwrites]:
             section, _ = self._head.sections[index]
             is_within = 0 <= section.first <= section.last <= len(payload)
             if section.word_bytes not in WORDS or not is_within or (section.last - section.first) % section.word_bytes:
@@ -156,7 +156,7 @@ class DeltaContent:
             yield from pool.map(decode_section, range(len(bounds)))
 
 
-def apply_deltas(payload: np.ndarray, contents: Sequence[DeltaContent]) -> Iterator[tuple[Section, Overwrites]]:
+def apply_deltas(payload: np.ndarray, contents: Sequence[DeltaContent]) -> Iterator[tuple[PayloadSection, Overwrites]]:
     """Make ``payload`` ([bytes] uint8), which has the first one's base, the last one's version; yields what has been
     written. It isn't verified. Raises WeightsCorrupt, with the payload of no version."""
     for content in contents:
@@ -170,7 +170,7 @@ def require_version(published: PublishedWeights, manifest: bytes, table: np.ndar
     that of its delta."""
     if root_of(published.version, manifest, table) != published.checksum:
         raise WeightsCorrupt(f"version {published.version}: its delta's table does not have {published.checksum}")
-    decoded_manifest = msgspec.json.decode(manifest, type=Manifest)
+    decoded_manifest = msgspec.json.decode(manifest, type=PayloadManifest)
     blocks = decoded_manifest.blocks()
     hashes, _ = hash_blocks(payload, blocks)
     if (block := differing_block(hashes, table, blocks)) is not None:

@@ -9,7 +9,7 @@ import msgspec
 from headway.weights.checksums import Algorithm, Block, blocks_of
 
 
-class TensorEntry(msgspec.Struct, frozen=True):
+class PayloadTensor(msgspec.Struct, frozen=True):
     """The position of a tensor in the payload."""
 
     name: str
@@ -19,11 +19,11 @@ class TensorEntry(msgspec.Struct, frozen=True):
     size: int  # bytes
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class PayloadManifest(msgspec.Struct, frozen=True):
     """The tensors of a payload, in its order."""
 
     algorithm: Algorithm  # hash of the table's rows
-    tensors: tuple[TensorEntry, ...]
+    tensors: tuple[PayloadTensor, ...]
 
     def blocks(self) -> list[Block]:
         """The blocks of the checksum's table."""

@@ -38,7 +38,7 @@ from headway.weights.deltas import DeltaContent, apply_deltas, chain_to, require
 from headway.weights.division import Range
 from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, table_start
 from headway.weights.slots import SlotLock, slot_stem
-from headway.weights.transfers import ANSWER, CONNECTIONS, PATIENCE_S, REQUEST, Transfer, receive_exactly
+from headway.weights.transfers import ANSWER, CONNECTIONS, PATIENCE_S, REQUEST, MirrorTransfer, receive_exactly
 
 if TYPE_CHECKING:
     from headway.runtime.child import WorkerContext
@@ -180,11 +180,11 @@ class MirrorService:
     ) -> _IncomingVersion:
         with ExitStack() as stack:
             connect = self._connector(published.version, CONNECTIONS)
-            opened = (Transfer(source, published.version, connect, ranges) for source, ranges in sources)
+            opened = (MirrorTransfer(source, published.version, connect, ranges) for source, ranges in sources)
             transfers = [stack.enter_context(transfer) for transfer in opened]
             incoming = self._begin(published, transfers[0].size)
 
-            def receive(transfer: Transfer) -> None:
+            def receive(transfer: MirrorTransfer) -> None:
                 try:
                     transfer.receive_into(incoming.content, partial(self._arrived, incoming))
                 except BaseException:
@@ -242,7 +242,7 @@ class MirrorService:
         present, file_map = self._deltas.get(delta.version, (None, None))
         if present is not None and present.digest == delta.digest:
             return DeltaContent(present, Path(present.path).read_bytes())
-        with Transfer(source, delta.version, self._connector(delta.version, 1), is_delta=True) as transfer:
+        with MirrorTransfer(source, delta.version, self._connector(delta.version, 1), is_delta=True) as transfer:
             if transfer.size != delta.size_bytes:
                 raise WeightsCorrupt(f"the delta of version {delta.version} at {source} has {transfer.size} bytes")
             transfer.receive_into(memoryview(content := bytearray(transfer.size)), lambda first, last: True)

@@ -16,7 +16,7 @@ from headway.records.errors import WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.weights.checksums import PassSeconds, differing_block, hash_blocks
 from headway.weights.delta_codec import Overwrites
-from headway.weights.deltas import DeltaContent, Section, apply_deltas, chain_to
+from headway.weights.deltas import DeltaContent, PayloadSection, apply_deltas, chain_to
 from headway.weights.device_memory import DeviceMemory
 from headway.weights.layout import Layout
 
@@ -47,7 +47,7 @@ class StagingBuffer:
         self._views = dict[str, Tensor]()
         self._table = np.zeros(0, np.uint64)
         self.version, self.checksum = -1, ""
-        self._changes = list[tuple[Section, Overwrites]]()
+        self._changes = list[tuple[PayloadSection, Overwrites]]()
         self.change_steps = 0  # deltas of the last fetch
         self.changed_from = ""  # checksum of the version that the last deltas led from; "": the last one came whole
 

@@ -22,7 +22,7 @@ REQUEST = struct.Struct("<?qQQ")  # whether of the delta, version, offset, count
 ANSWER = struct.Struct("<?Q")  # whether it is there, and the count of bytes that follow, or the file's size
 
 
-class Transfer:
+class MirrorTransfer:
     """The transfer of a version, some ranges of its file, or its delta from another mirror, over some connections."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Transfer:
         self._sockets: list[socket.socket] = []
         self._connect, self._ranges = connect, ranges
 
-    def __enter__(self) -> Transfer:
+    def __enter__(self) -> MirrorTransfer:
         try:
             self._sockets = asyncio.run(self._connect(self._source))
         except HeadwayError as error:
