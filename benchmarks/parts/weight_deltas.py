@@ -213,7 +213,7 @@ def measure_rate(rate: float, size: str, steps: int, folder: Path) -> dict[str, 
         reader.pause_s(first)
         link = dict[str, float]()
         for step in range(1, steps + 1):
-            service.train_step(lay_out(batch(step, vocabulary)))
+            service.train_step(lay_out(batch(service.version, vocabulary)))
             published, new = publisher.publish(step, service.learner.weights()), rounded(service)
             if step == 1:
                 link = over_link([first, published])
@@ -237,7 +237,7 @@ def measure_rate(rate: float, size: str, steps: int, folder: Path) -> dict[str, 
             started = time.perf_counter()
             chain, publisher._chain = publisher._chain, publisher._chain if index % 2 else None
             running = beside.submit(publisher.begin(steps + 1 + index, service.learner.weights()).finish)
-            service.train_step(lay_out(batch(steps + 1 + index, vocabulary)))
+            service.train_step(lay_out(batch(service.version, vocabulary)))
             running.result()
             step_s[bool(index % 2)].append(time.perf_counter() - started)
             publisher._chain = chain

@@ -177,6 +177,7 @@ def test_a_fault_costs_a_whole_version_and_is_named(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_many_versions_with_faults_are_bit_equal_wherever_a_mirror_says_it_has_them(
     mirrors: dict[str, MirrorService], publisher: Publisher
 ):
@@ -185,11 +186,11 @@ def test_many_versions_with_faults_are_bit_equal_wherever_a_mirror_says_it_has_t
     weights = Weights(kilobytes=100)
     source, *readers = mirrors.values()
     checked = 0
-    for version in range(300):
+    for version in range(100):
         published = publisher.publish(version, weights.step())
         source.serve_published(published)
         for index, reader in enumerate(readers):
-            if version < 40 * index or faults.random() < 0.3:  # it isn't there yet, or is slow
+            if version < 20 * index or faults.random() < 0.3:  # it isn't there yet, or is slow
                 continue
             served = published
             if faults.random() < 0.1 and published.deltas:
