@@ -104,7 +104,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self._subscriber = Subscriber(CudaMemory.of(next(model.parameters()).device))
         self._prefetched: tuple[PublishedWeights, dict[str, Tensor], float] | None = None  # with the seconds it took
         self._live = ""  # checksum of the fetched version whose values the parameters have; "": unknown
-        self._damage = ""  # of the live weights, that the last `prefetch` has found
+        self._damage = ""  # of the live weights, that a `prefetch` has found and no `apply` has reported
         self._checks = 0  # of live weights so far
 
     @abstractmethod
@@ -253,7 +253,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
     def prefetch(self, published: PublishedWeights) -> None:
         """See `Engine.prefetch`."""
         started_s = self._now()
-        self._damage = self._damage_of_live()
+        self._damage = self._damage or self._damage_of_live()
         tensors = self._subscriber.fetch(published, *([] if published.adapter else [self._stage]))
         self._damage = self._damage or self._damage_of_changing()
         if self._damage:  # what is published must not build on it
@@ -274,7 +274,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
             report = self.update_weights(tensors, published.version, mode, adopt=not published.handle)
             self._live = published.checksum
             self._void_damaged()
-            report = msgspec.structs.replace(report, damage=self._damage)
+            report, self._damage = msgspec.structs.replace(report, damage=self._damage), ""
         times = {"fetch_s": fetch_s, "check_s": self._subscriber.spent.hash_s, "pause_s": self._paused_s - old_paused_s}
         return msgspec.structs.replace(report, **times)
 
