@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class PublishingRanks:
-    """The ranks of a model's first copy as `publication.Writers`, in a process group of their own in host memory.
+    """The ranks of a model's first copy as `writers.Writers`, in a process group of their own in host memory.
 
     Its calls may come from another thread than the training's, whose collectives they must not get in between.
     """

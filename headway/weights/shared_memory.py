@@ -6,7 +6,7 @@ with the copy shows up as a wrong version or checksum, never as wrong weights. O
 is, under a lock of the file (`slots.SlotLock`), for which the next update of that slot waits. Each process that has a
 slot mapped holds it (`slots.hold`): a slot that no process holds was left behind by a crash.
 
-Ranks that divide a model publish together (`publication.Writers`): the first of each node makes the file, and all write
+Ranks that divide a model publish together (`writers.Writers`): the first of each node makes the file, and all write
 their rows into it.
 
 With a `DeviceMemory` that others map, the payload stays there: the file ends with the table, and the record has the
