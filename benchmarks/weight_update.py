@@ -30,13 +30,14 @@ the torch engine also `fetch_s` (copied and verified beside the steps), of vLLM 
 engine that isn't there is null.
 
 With `--delta` the model is trained at three learning rates, 640 random tokens a step, in float32, and published in
-bfloat16; a replica of bfloat16 takes each version by its delta. Medians from the sixth step on: `density`, the share of
-changed values; `delta_bytes_share`, a delta's bytes over the whole version's; `bound_share`, the same of
-H(p) + p H(difference), tensor by tensor; `worst_tensor_over_bound`, of one tensor's delta alone; `encode_over_copy`,
-`pause_over_copy` and `fetch_over_copy` (beside the steps) over a warm copy of the whole version on the same core;
-`step_with_encoding`, a training step beside which a version is published with its delta over one beside which it is
-published without; `over_whole`, the seconds of the first delta over those of a whole version through a relay of
-100 Mbit/s between two mirrors. The last line has those of the lowest rate, and all under `rates`.
+bfloat16; a replica of bfloat16 takes each version by its delta. Medians from the sixth step on: `density`, the share
+of changed values; `delta_bytes_share`, a delta's bytes over the whole version's; `bound_share`, the same of H(p) + p
+H(difference), tensor by tensor; `worst_tensor_over_bound`, of one tensor's delta alone (of 512 KiB or more, for each
+has three heads); `encode_over_copy`, `pause_over_copy` and `fetch_over_copy` (beside the steps) over a warm copy of
+the whole version on the same core; `step_with_encoding`, a training step beside which a version is published with its
+delta over one beside which it is published without; `over_whole`, the seconds of the first delta over those of a
+whole version through a relay of 100 Mbit/s between two mirrors. The last line has those of the lowest rate, and all
+under `rates`.
 """
 
 from __future__ import annotations

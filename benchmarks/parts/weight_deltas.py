@@ -90,7 +90,7 @@ def bound_bytes(base: np.ndarray, new: np.ndarray) -> float:
 
 def sizes_of(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> tuple[float, float, float, int]:
     """Of two versions: the share of changed values, their bound over the whole, the encoded bytes of the tensors, each
-    on its own, over their bounds (the largest, of tensors of 64 KiB or more), and changed values."""
+    on its own, over their bounds (the largest, of tensors of 512 KiB or more), and changed values."""
     changed = values = bound = 0.0
     worst = 0.0
     for name, tensor in new.items():
@@ -98,7 +98,7 @@ def sizes_of(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> tupl
         changed, values = changed + float((base != words).sum()), values + len(words)
         tensor_bound = bound_bytes(base, words)
         bound += tensor_bound
-        if words.nbytes >= 64 << 10 and tensor_bound:
+        if words.nbytes >= 512 << 10 and tensor_bound:
             worst = max(worst, len(encode(base, words)) / tensor_bound)
     return changed / values, bound / (2 * values), worst, int(changed)
 
