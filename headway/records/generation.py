@@ -124,7 +124,7 @@ class PublishedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishedDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What has changed between two versions, in a file of its own (`headway/weights/deltas.py`)."""
+    """The values that changed between two versions, in a file of their own (`headway/weights/deltas.py`)."""
 
     version: int
     checksum: str  # of the version, as in `PublishedWeights`
