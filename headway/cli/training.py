@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import experiment_options as experiments
+from headway.cli import simulators
 from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result, print_rows
 from headway.records.errors import ConfigurationError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"  # for --plan
+AUTO_SETTINGS = ['control.mode="act"', 'control.devices="move"']
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -50,10 +52,22 @@ def train(
 ) -> None:
     """Train by reinforcement learning, asynchronously. Ctrl-C once drains and checkpoints, twice stops at once.
 
+    A language model on tasks, or a policy in simulators where the file has [simulator] (docs/embodied.md).
+
     Any key of the experiment file can be given as --section.key=value.
     """
     if machine:
         raise ConfigurationError(f"--machine {machine} describes a machine: valid with check; train runs on this one")
+    if simulators.names_simulator(config):
+        if plan not in ("", AUTO):
+            raise ConfigurationError(f"--plan {plan} beside [simulator]: valid: auto, or devices in the file")
+        settings, price = AUTO_SETTINGS if plan else [], price_from(usd_per_device_hour)
+        policy_experiment, is_silent = simulators.load(context, config, *settings), quiet or as_json
+        options = {"resume": resume, "take_over": take_over, "dry_run": dry_run, "silent": is_silent}
+        policy_summary = simulators.train(policy_experiment, price=price, **options)
+        if policy_summary is not None:
+            _finish(policy_summary, policy_experiment.run.directory, as_json, price)
+        return
     plan_overrides = _plan_settings(context, config, plan, resume)
     experiment = experiments.load(context, config, *plan_overrides, resume=resume)
     _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
@@ -127,7 +141,7 @@ def _plan_settings(context: typer.Context, config: str, plan: str, resume: bool)
     from headway.planner.run_plan import planned_settings
 
     if plan == AUTO:
-        return ['control.mode="act"', 'control.devices="move"']
+        return AUTO_SETTINGS
     if not plan:
         return []
     settings = planned_settings(experiments.load(context, config, resume=resume), read_plan(plan), plan)
@@ -157,6 +171,12 @@ def check(
 
     Any key of the experiment file can be given as --section.key=value.
     """
+    if simulators.names_simulator(config):
+        if machine:
+            raise ConfigurationError(f"--machine {machine} beside [simulator]: valid: a check on this machine")
+        policy_experiment, seconds = simulators.load(context, config), calibrate_s if calibrate else None
+        simulators.check(policy_experiment, resume=resume, seconds=seconds, as_json=as_json)
+        return
     described = experiments.described_machine(machine)
     experiment = experiments.load(context, config, resume=True, machine=described)  # a run that is there keeps values
     from headway.orchestrator.preflight.preview import preview

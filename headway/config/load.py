@@ -19,6 +19,7 @@ from headway.config.model import hf_name
 from headway.config.objective.critic import ADAPTER, TRUNK
 from headway.config.removed import replacement_of
 from headway.config.schema import Experiment
+from headway.config.simulation import SimulatorExperiment
 from headway.records.errors import ConfigurationError
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -255,7 +256,7 @@ def model_folders(experiment: Experiment) -> dict[str, str]:
     return {key: folder for key, folder in folder_by_key.items() if folder not in ("", SELF, TRUNK, ADAPTER)}
 
 
-def flatten(experiment: Experiment) -> dict[str, Any]:
+def flatten(experiment: Experiment | SimulatorExperiment) -> dict[str, Any]:
     """Return a mapping of ``section.key`` to JSON values, with nested tables flattened."""
     return dict(_walk("", json.loads(experiment.model_dump_json())))
 
@@ -295,12 +296,13 @@ RESUMABLE_KEYS = {
     "models.*.timeout_s",
     "sandbox": "exec_timeout_s live starts start_timeout_s allow_unbounded store store_bytes",
     "endpoint": "address max_body_bytes",
-    "evaluation": "every_steps every_s test samples_per_task stop_at_solve_rate",
+    "evaluation": "every_steps every_s test samples_per_task stop_at_solve_rate episodes video",
     "control": "*",
     "checkpoint": "*",
     "ledger": "*",
     "alerts": "*",
     "cluster": "* nodes.* environment.*",
+    "simulator": "step_timeout_s devices",
 }
 _RESUMABLE_PARTS = tuple((section, *key.split(".")) for section, keys in RESUMABLE_KEYS.items() for key in keys.split())
 
@@ -314,10 +316,12 @@ def is_resumable(key: str) -> bool:
     )
 
 
-def _effective(experiment: Experiment) -> dict[str, Any]:
+def _effective(experiment: Experiment | SimulatorExperiment) -> dict[str, Any]:
     """Flatten the experiment, with the effective length of the decay in ``trainer.schedule_steps``, so that a resume
     that trains for longer can't silently change the learning rates of replayed steps."""
     flat = flatten(experiment)
+    if isinstance(experiment, SimulatorExperiment):
+        return flat | {"the decay's end": None if experiment.trainer.schedule == "constant" else experiment.run.steps}
     del flat["model.dtype"]  # generator.dtype and trainer.dtype have its effect
     folder_keys = ["model.path", "model.reference", "critic.path"]
     folder_keys += [f"teachers.{name}.path" for name in experiment.teachers]
@@ -331,7 +335,7 @@ def _effective(experiment: Experiment) -> dict[str, Any]:
     return flat
 
 
-def require_resumable(stored: Experiment, requested: Experiment) -> None:
+def require_resumable(stored: Experiment | SimulatorExperiment, requested: Experiment | SimulatorExperiment) -> None:
     """Raise ConfigurationError naming every key that differs but may not change on resume."""
     old_values, new_values = _effective(stored), _effective(requested)
     changed_keys = sorted(

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.buffer.epoch import HeldEpoch, epoch_renewal, take_epoch
 from headway.buffer.replication import AccountingReplica
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
@@ -45,6 +44,7 @@ from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.epochs.register import HeldEpoch, epoch_renewal, take_epoch
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.run_directory import RunDirectory, with_saved_placement
 from headway.runtime.stalls.waits import Waits

@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 
 from headway.config.consistency import MUON_OF_TRANSFORMERS
 from headway.config.schema import SftConfig, TrainerConfig
+from headway.config.simulation import EmbodiedTrainerConfig
 from headway.models.decoder import Decoder
 from headway.models.layout import matrix_rows
 from headway.records.errors import ConfigurationError
@@ -159,7 +160,12 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 def learning_rate(
-    step: int, settings: TrainerConfig | SftConfig, total_steps: int, first_step: int = 0, *, lowest: float = 0.0
+    step: int,
+    settings: TrainerConfig | SftConfig | EmbodiedTrainerConfig,
+    total_steps: int,
+    first_step: int = 0,
+    *,
+    lowest: float = 0.0,
 ) -> float:
     """The learning rate of the step that follows ``step`` completed ones.
 

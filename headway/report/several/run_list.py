@@ -119,7 +119,7 @@ def _list_run(path: Path, price: float | None) -> ListedRun:
     duration_s, device_hours = ledger.duration_s, None
     if lines and not (path / "scenario.json").exists():
         try:
-            device_hours = costs_of([], directory.read_experiment(), None).devices * duration_s / 3600
+            device_hours = costs_of([], directory.read_any_experiment(), None).devices * duration_s / 3600
         except ConfigurationError as error:
             problems.append(f"device-hours aren't known: {error}")
     last_unix_s = directory.ledger.stat().st_mtime if directory.ledger.exists() else None
@@ -133,7 +133,7 @@ def _list_run(path: Path, price: float | None) -> ListedRun:
         solve_rate=solve_rate,
         standard_error=standard_error,
         solve_rate_of=rate_source,
-        reward=weighted_mean(recent, lambda pair: pair[0].mean, lambda pair: pair[1]) if recent else None,
+        reward=_reward(steps),
         device_hours=device_hours,
         usd=None if device_hours is None or price is None else step_usd(device_hours * 3600, 1, price),
         disk_bytes=_disk_bytes(path),
@@ -183,6 +183,14 @@ def holder_of(directory: RunDirectory) -> str:
     return f"process {owner['pid']} on {owner['host']}" if time.time() - status.st_mtime < owner["orphan_s"] else ""
 
 
+def _reward(steps: Sequence[StepRecord]) -> float | None:
+    """Return the mean reward of the last steps; of a policy in simulators the mean return of its last episodes."""
+    recent = [(step.rewards, step.samples) for step in steps[-WINDOW:] if step.rewards]
+    if recent:
+        return weighted_mean(recent, lambda pair: pair[0].mean, lambda pair: pair[1])
+    return steps[-1].episodes.return_mean if steps and steps[-1].episodes else None
+
+
 def _solve_rate(
     lines: Sequence[LedgerLine], recent: Sequence[tuple[RewardStatistics, int]], path: Path
 ) -> tuple[float | None, float | None, str]:
@@ -194,6 +202,9 @@ def _solve_rate(
             return line.solve_rate, line.standard_error, f"{line.split} {line.phase}{failed_text}"
     if (best_rate := _read_object(path / "best" / "evaluation.json", []).get("solve_rate")) is not None:
         return float(best_rate), None, "best"
+    success_rates = [line.episodes.success_rate for line in lines if isinstance(line, StepRecord) and line.episodes]
+    if success_rates:
+        return success_rates[-1], None, "training"
     training_rate = weighted_mean(recent, lambda pair: pair[0].solve_rate, lambda pair: pair[1]) if recent else None
     return training_rate, None, "training" if recent else ""
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from headway.control.epoch import EpochClaim, EpochLease, EpochRecord, successor
 from headway.records.errors import ConfigurationError, EpochLost, RunLocked
 from headway.runtime.clock import Clock
+from headway.runtime.epochs.lease import EpochClaim, EpochLease, EpochRecord, successor
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _READ_ATTEMPTS = 20  # of a folder in which the register is missing because it is being renamed

@@ -1,0 +1,207 @@
+"""The two stages of a run in simulators: `Simulate`, where blocks are stepped by the policy, and `Learn`."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import shutil
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from headway.config.simulation import SimulatorExperiment
+from headway.embodied.block import LaneBlock, seed_of
+from headway.embodied.evaluation import Evaluated, Evaluator
+from headway.embodied.records import EpisodeEnd, Fragment, PolicyWeights, Spaces
+from headway.embodied.simulators.opening import open_simulator
+from headway.flow.channel import Channel
+from headway.flow.worker import Worker
+
+
+class LearnReport(NamedTuple):
+    """The learner's report of a training step, for the driver, which sees no fragment."""
+
+    metrics: dict[str, float]
+    versions: tuple[int, ...]  # of the fragments, by block
+    transitions: int
+    episodes: tuple[EpisodeEnd, ...]  # that ended in them
+    lives: tuple[int, ...]  # of the blocks
+    constructions: int  # simulator objects of all blocks, in this session
+    simulate_s: float  # summed over the fragments
+    device_wait_s: float  # for its devices
+    compute_s: float
+    weights: PolicyWeights  # of the next version
+
+
+class WorkerMemory(NamedTuple):
+    """Resident memory of a simulators' worker."""
+
+    idle_bytes: int  # before its blocks were built
+    present_bytes: int
+    lanes: int
+
+
+class Simulate(Worker):
+    """Steps its blocks (those with number modulo workers = rank) with a policy that acts in this process.
+
+    A successor builds the blocks again: ``lives``, a folder of the run, counts how often each was built."""
+
+    stateless = True
+
+    def __init__(self, experiment: SimulatorExperiment, lives: str, first_lives: Sequence[int]) -> None:
+        """``first_lives``: of each block, at the session's first construction. Raises ConfigurationError."""
+        from headway.embodied.policies import make_policy
+
+        settings, seed = experiment.simulator, experiment.run.seed
+        self._block_lanes, self._step_timeout_s = settings.block_lanes, settings.step_timeout_s
+        self._idle_bytes = memory_bytes()
+        numbers = range(self.rank, settings.blocks, self.world_size)
+        block_lives = [_next_life(Path(lives), number, first_lives[number]) for number in numbers]
+        simulators = [
+            open_simulator(settings, settings.block_lanes, partial(seed_of, seed, number, life))
+            for number, life in zip(numbers, block_lives, strict=True)
+        ]
+        self._spaces = simulators[0].spaces
+        self._policy = make_policy(self._spaces, experiment)
+        self._evaluator = Evaluator(experiment, self.rank, self.world_size)
+        self._blocks = [
+            LaneBlock(
+                simulator,
+                self._policy,
+                self._spaces,
+                seed=seed,
+                number=number,
+                steps=settings.steps_per_fragment,
+                life=life,
+                constructions=life * simulator.constructions,
+                step_timeout_s=settings.step_timeout_s,
+                limited=self.limited,
+            )
+            for number, life, simulator in zip(numbers, block_lives, simulators, strict=True)
+        ]
+
+    def spaces(self) -> Spaces:
+        """The spaces of a lane."""
+        return self._spaces
+
+    def memory(self) -> WorkerMemory:
+        """The memory of this process, with all of its lanes."""
+        lanes = len(self._blocks) * self._block_lanes
+        return WorkerMemory(idle_bytes=self._idle_bytes, present_bytes=memory_bytes(), lanes=lanes)
+
+    async def collect(self, weights: PolicyWeights, number: int, blocks: Channel, fragments: Channel) -> None:
+        """Make fragment ``number`` of each block whose number comes, with these weights, and put it."""
+        self._policy.load(weights)
+        async for block_number in blocks:
+            block = self._blocks[block_number // self.world_size]
+            block.fragments = number  # a successor goes on with those of the dead worker
+            async with self.turn():
+                fragment = block.collect(weights.version)
+            await fragments.put(fragment)
+
+    def evaluate(self, weights: PolicyWeights, video: str) -> Evaluated:
+        """Run this worker's share of an evaluation's episodes, in simulators of their own. ``video``: a file; ""."""
+        self._policy.load(weights)
+        with self.limited(self._step_timeout_s) as watchdog:
+            return self._evaluator.run(self._policy, video, watchdog.restart)
+
+    def close(self) -> None:
+        """Close the simulators."""
+        for owner in (*self._blocks, self._evaluator):
+            owner.close()
+
+
+class Learn(Worker):
+    """Trains the policy on the fragments of one round a step, in the order of the blocks.
+
+    The state behind each step is a folder of ``states``, which no other process writes: a successor takes up the one
+    of the version that a call names, whether the dead worker had replied or not."""
+
+    stateless = True
+
+    def __init__(self, experiment: SimulatorExperiment, spaces: Spaces, states: str, checkpoint: str) -> None:
+        """``checkpoint``: folder to go on from; "": none."""
+        from headway.embodied.learner import FragmentLearner
+
+        self._learner = FragmentLearner(experiment, spaces, self.device)
+        self._states = Path(states)
+        if checkpoint and Path(checkpoint).is_dir():  # it may be gone when a successor starts
+            self._learner.read(checkpoint)
+
+    def weights(self) -> PolicyWeights:
+        """The present weights, with their version."""
+        return self._learner.weights()
+
+    async def step(self, version: int, blocks: int, fragments: Channel) -> LearnReport:
+        """Train version ``version`` on one fragment of each block."""
+        taken: list[Fragment] = []
+        async for chunk in fragments.chunks(order=lambda fragment: fragment.block):
+            taken += chunk
+        arrived_s = time.monotonic()
+        if len(taken) != blocks:
+            raise RuntimeError(f"step {version}: {len(taken)} fragments of {blocks} blocks came")
+        async with self.turn():
+            computing_s = time.monotonic()
+            self._take_up(version)
+            metrics = self._learner.step(taken)
+            if self._learner.version != version:  # the step wasn't skipped
+                self._keep_state()
+            weights = self._learner.weights()
+            ended_s = time.monotonic()
+        return LearnReport(
+            metrics=metrics,
+            versions=tuple(fragment.version for fragment in taken),
+            transitions=sum(fragment.transitions for fragment in taken),
+            episodes=tuple(episode for fragment in taken for episode in fragment.episodes),
+            lives=tuple(fragment.life for fragment in taken),
+            constructions=sum(fragment.constructions for fragment in taken),
+            simulate_s=sum(fragment.seconds for fragment in taken),
+            device_wait_s=computing_s - arrived_s,
+            compute_s=ended_s - computing_s,
+            weights=weights,
+        )
+
+    def memory(self) -> int:
+        """Resident bytes of this process."""
+        return memory_bytes()
+
+    def save(self, version: int, folder: str) -> None:
+        """Write all that a resumed run needs of the learner of this version into ``folder``."""
+        self._take_up(version)
+        self._learner.write(folder)
+
+    def _take_up(self, version: int) -> None:
+        """Go on from the state of this version, unless it is the present one."""
+        if self._learner.version != version:
+            self._learner.read(self._states / str(version))
+
+    def _keep_state(self) -> None:
+        """Write the present state beside the last one, from which the step would be repeated if its reply were lost."""
+        version = self._learner.version
+        folder, scratch = self._states / str(version), self._states / "next"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        self._learner.write(str(scratch))
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
+        shutil.rmtree(self._states / str(version - 2), ignore_errors=True)
+
+
+def _next_life(folder: Path, block: int, first_life: int) -> int:
+    """Count one more construction of a block, also for the case that this process dies while it builds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for life in itertools.count(first_life):
+        try:
+            (folder / f"{block}.{life}").touch(exist_ok=False)
+            return life
+        except FileExistsError:
+            continue
+    raise AssertionError
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

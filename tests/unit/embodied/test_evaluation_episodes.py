@@ -1,0 +1,110 @@
+"""Evaluation and statistics of episodes: fixed seeds, first episodes, intervals, videos."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from embodied_runs import Walk, walk_experiment
+
+from headway.embodied import evaluation
+from headway.embodied.episodes import EpisodeWindow, interval_of
+from headway.embodied.evaluation import Evaluator
+from headway.embodied.records import Array, EpisodeEnd
+from headway.records.errors import ConfigurationError
+
+
+class Towards:
+    """A policy that walks towards 0."""
+
+    def act_greedily(self, observations_b: Array) -> Array:
+        return np.clip(-observations_b[:, :1], -5, 5)
+
+
+def evaluated(tmp_path: Path, rank: int, workers: int, **sections: Any) -> evaluation.Evaluated:
+    experiment = walk_experiment(tmp_path, evaluation={"episodes": 10}, **sections)
+    return Evaluator(experiment, rank, workers).run(Towards(), "", lambda: None)
+
+
+def test_episodes_are_the_same_however_many_workers_share_them(tmp_path: Path):
+    whole = evaluated(tmp_path, 0, 1).episodes
+    assert [episode.lane for episode in whole] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]  # blocks of 4; 10 episodes
+    shares = [evaluated(tmp_path, rank, 2).episodes for rank in (0, 1)]
+    assert (*shares[0][:4], *shares[1], *shares[0][4:]) == whole
+    assert len({episode.reward for episode in whole}) == 10
+    other_seed = evaluated(tmp_path, 0, 1, run={"seed": 4}).episodes
+    assert other_seed != whole
+
+
+def test_a_second_evaluation_begins_from_the_same_seeds(tmp_path: Path):
+    evaluator = Evaluator(walk_experiment(tmp_path, evaluation={"episodes": 4}), 0, 1)
+    assert evaluator.run(Towards(), "", lambda: None) == evaluator.run(Towards(), "", lambda: None)
+
+
+def test_every_step_is_announced_to_the_watchdog(tmp_path: Path):
+    begun: list[int] = []
+    evaluator = Evaluator(walk_experiment(tmp_path, evaluation={"episodes": 4}), 0, 1)
+    episodes = evaluator.run(Towards(), "", lambda: begun.append(1)).episodes
+    assert len(begun) == max(episode.steps for episode in episodes)
+
+
+def test_actions_are_clipped_and_only_first_episodes_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[float] = []
+    step = Walk.step
+
+    def watched(walk: Walk, actions_b: Array) -> Any:
+        seen.append(float(np.abs(actions_b).max()))
+        return step(walk, actions_b)
+
+    monkeypatch.setattr(Walk, "step", watched)
+    episodes = evaluated(tmp_path, 0, 1).episodes
+    assert max(seen) <= 1
+    assert all(episode.steps <= 9 for episode in episodes)
+
+
+def test_episodes_that_never_end_are_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(evaluation, "MAX_STEPS", 3)
+    endless = evaluated(tmp_path, 0, 1, simulator={"arguments": {"length": 10_000}})
+    assert endless.unfinished + len(endless.episodes) == 10
+    assert endless.unfinished > 0
+
+
+def test_video_is_a_small_gif_and_its_lack_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("PIL")
+    experiment = walk_experiment(tmp_path, evaluation={"episodes": 4})
+    monkeypatch.setattr(evaluation, "_MAX_FRAMES", 4)
+    assert Evaluator(experiment, 0, 1).run(Towards(), str(tmp_path / "videos/x.gif"), lambda: None).problem == ""
+    assert (tmp_path / "videos/x.gif").read_bytes().startswith(b"GIF89a")
+
+    def blind(walk: Walk) -> Array:
+        raise ConfigurationError("no display")
+
+    monkeypatch.setattr(Walk, "render", blind)
+    assert Evaluator(experiment, 0, 1).run(Towards(), str(tmp_path / "y.gif"), lambda: None).problem == "no display"
+    assert not (tmp_path / "y.gif").exists()
+
+
+def test_interval_holds_the_mean_and_narrows():
+    values = list(np.random.default_rng(0).normal(5, 2, 400))
+    low, high = interval_of(values)
+    assert low < np.mean(values) < high
+    assert high - low == pytest.approx(4 * 2 / math.sqrt(400), rel=0.15)
+    few_low, few_high = interval_of(values[:25])
+    assert few_high - few_low > 2 * (high - low)
+    assert interval_of([]) == ()
+
+
+def test_window_has_the_last_hundred_and_knows_no_success_without_one():
+    window = EpisodeWindow()
+    assert math.isnan(window.add([]).return_mean)
+    ends = [EpisodeEnd(lane=0, reward=float(number), steps=2) for number in range(150)]
+    statistics = window.add(ends, transitions=300)
+    assert (statistics.episodes, statistics.return_mean, statistics.transitions) == (150, 99.5, 300)
+    assert math.isnan(statistics.success_rate)
+    assert statistics.success_interval == ()
+    solved = window.add([EpisodeEnd(lane=0, reward=1.0, steps=1, success=True)] * 100)
+    assert solved.success_rate == 1.0
+    assert solved.success_interval == pytest.approx((1.0, 1.0))
