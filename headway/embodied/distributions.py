@@ -89,8 +89,8 @@ class SquashedGaussian:
 
 
 class Categorical:
-    """A choice among several actions, with probabilities softmax(outputs) [n, d]. Methods are as `DiagonalGaussian`'s, with
-    actions [n], uniform noise [n] in [0, 1), and the mean entropy."""
+    """A choice among several actions, with probabilities softmax(outputs) [n, d]. Methods are as `DiagonalGaussian`'s,
+    with actions [n], uniform noise [n] in [0, 1), and the mean entropy."""
 
     def __init__(self, count: int, library: Any) -> None:
         self.outputs, self._library = count, library

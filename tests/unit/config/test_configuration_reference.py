@@ -112,7 +112,9 @@ def test_keys_that_messages_name_exist():
         for section in re.findall(r"`\[([\w.]+)\]`", part.splitlines()[0]):
             keys |= {f"{section}.{row['key']}" for row in ROW.finditer(part)}
     prefixes = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
-    tables = tuple(f"{key}." for key in keys if key.endswith(("parameters", "settings", "arguments", "engine_arguments")))
+    tables = tuple(
+        f"{key}." for key in keys if key.endswith(("parameters", "settings", "arguments", "engine_arguments"))
+    )
     sections = "|".join(sorted({key.partition(".")[0] for key in keys}))
     named = re.compile(rf"(?<![\w/.])(?:{sections})(?:\.[a-z_]+)+(?![\w(/])(?!\.\w)")
     gone = [
