@@ -115,7 +115,7 @@ def minibatch_loss(
     free_m = -ratios_m * weighted_m
     bounded_m = -ratios_m.clip(1.0 - algorithm.clip, 1.0 + algorithm.clip) * weighted_m
     clipped_m = bounded_m > free_m
-    is_open_m = ~clipped_m & (np.abs(log_ratios_m) <= _MAX_LOG_RATIO)
+    is_open_m = ~clipped_m & ~(np.abs(log_ratios_m) > _MAX_LOG_RATIO)  # also of nan, which the norm then has
     slopes_m = errors_m = values_m - terms.targets_n
     squares_m = errors_m * errors_m
     if algorithm.value_clip is not None:
