@@ -46,6 +46,7 @@ from headway.embodied.simulators.opening import open_simulator
 from headway.flow.run import Flow, run
 from headway.flow.worker import Worker
 from headway.records.ledger import StepRecord
+from headway.runtime.stalls.watchdog import Watchdog
 from headway.telemetry.ledger import read_ledger
 
 Report = dict[str, Any]
@@ -165,7 +166,7 @@ def simulation(arguments: argparse.Namespace) -> Report:
     settings = experiment("unused").simulator
     block_simulator, bare = (open_simulator(settings, 8, partial(seed_of, 0, number, 0)) for number in (0, 1))
     spaces = bare.spaces
-    block = LaneBlock(block_simulator, RandomActions(), spaces, seed=0, number=0, steps=128)
+    block = LaneBlock(block_simulator, RandomActions(), spaces, seed=0, number=0, steps=128, watchdog=Watchdog(60.0))
     actions_tb = np.random.default_rng(0).uniform(-1, 1, (128, 8, *spaces.actions.low.shape)).astype(np.float32)  # pyright: ignore
     bare.reset()
     block.collect(0)

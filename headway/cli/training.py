@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,12 +10,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from headway.cli import experiment_options as experiments
-from headway.cli import simulators
 from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result, print_rows
 from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
+    from headway.config.simulation import SimulatorExperiment
     from headway.records.check_report import Finding
     from headway.records.ledger import RunSummary
 
@@ -58,27 +59,29 @@ def train(
     """
     if machine:
         raise ConfigurationError(f"--machine {machine} describes a machine: valid with check; train runs on this one")
-    if simulators.names_simulator(config):
+    run: Callable[..., RunSummary]
+    if experiments.names_simulator(config):
+        from headway.embodied.driver import train as run
+        from headway.embodied.preflight import findings, plan_rows
+
         if plan not in ("", AUTO):
             raise ConfigurationError(f"--plan {plan} beside [simulator]: valid: auto, or devices in the file")
-        settings, price = AUTO_SETTINGS if plan else [], price_from(usd_per_device_hour)
-        policy_experiment, is_silent = simulators.load(context, config, *settings), quiet or as_json
-        options = {"resume": resume, "take_over": take_over, "dry_run": dry_run, "silent": is_silent}
-        policy_summary = simulators.train(policy_experiment, price=price, **options)
-        if policy_summary is not None:
-            _finish(policy_summary, policy_experiment.run.directory, as_json, price)
-        return
-    plan_overrides = _plan_settings(context, config, plan, resume)
-    experiment = experiments.load(context, config, *plan_overrides, resume=resume)
-    _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
-    if dry_run:
+        experiment = experiments.load_policy(context, config, *(AUTO_SETTINGS if plan else []))
+        _require_no_errors(findings(experiment, resume=resume, opens=dry_run), all_levels=True)
+        rows = plan_rows(experiment) if dry_run else {}
+    else:
+        from headway.orchestrator.train import train as run
         from headway.report.dry_run import dry_run_rows
         from headway.rollout.hosting.service import scores_itself
 
-        print_rows(dry_run_rows(experiment, scores_itself(experiment.environment)))
+        plan_overrides = _plan_settings(context, config, plan, resume)
+        experiment = experiments.load(context, config, *plan_overrides, resume=resume)
+        _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
+        rows = dry_run_rows(experiment, scores_itself(experiment.environment)) if dry_run else {}
+    if dry_run:
+        print_rows(rows)
         typer.echo(f"\nheadway check {config}   predicts memory, rates and staleness")
         return
-    from headway.orchestrator.train import train as run
     from headway.report.live_view import LiveView
 
     price = price_from(usd_per_device_hour)
@@ -171,11 +174,10 @@ def check(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    if simulators.names_simulator(config):
+    if experiments.names_simulator(config):
         if machine:
             raise ConfigurationError(f"--machine {machine} beside [simulator]: valid: a check on this machine")
-        policy_experiment, seconds = simulators.load(context, config), calibrate_s if calibrate else None
-        simulators.check(policy_experiment, resume=resume, seconds=seconds, as_json=as_json)
+        _check_policy(experiments.load_policy(context, config), resume, calibrate_s if calibrate else None, as_json)
         return
     described = experiments.described_machine(machine)
     experiment = experiments.load(context, config, resume=True, machine=described)  # a run that is there keeps values
@@ -242,9 +244,30 @@ def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool)
     from headway.orchestrator.preflight.check import check as find
 
     findings = find(experiment, resume=resume, smoke_test=complete)
+    _require_no_errors(findings, all_levels=complete, quiet=quiet)
+
+
+def _check_policy(experiment: SimulatorExperiment, resume: bool, seconds: float | None, as_json: bool) -> None:
+    """Check a policy in simulators, run it for about ``seconds`` in a folder of its own (None: don't), and print its
+    memory, rates and those of other placements."""
+    from headway.embodied.preflight import calibrate, findings, forecast_rows, plan_rows
+
+    errors = findings(experiment, resume=resume, opens=seconds is None)
+    if not as_json:
+        _require_no_errors(errors, all_levels=True)
+    measured = None if seconds is None or errors else calibrate(experiment, seconds)
+    if as_json:
+        print_json({"findings": errors, "measured": measured})
+        raise typer.Exit(2 if errors else 0)
+    print_rows(plan_rows(experiment) | ({} if measured is None else forecast_rows(experiment, measured)))
+    typer.echo("\nNothing found: the run can start.")
+
+
+def _require_no_errors(findings: list[Finding], *, all_levels: bool, quiet: bool = False) -> None:
+    """Print the findings. Raises ConfigurationError if there are errors."""
     errors = [finding for finding in findings if finding.level == "error"]
     if not quiet or errors:
-        _print_findings(findings if complete or errors else [f for f in findings if f.level == "warning"])
+        _print_findings(findings if all_levels or errors else [f for f in findings if f.level == "warning"])
     if errors:
         count_text = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
         raise ConfigurationError(f"check found {count_text}; the run was not started")

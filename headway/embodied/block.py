@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from typing import Any, NoReturn, Protocol
 
@@ -15,18 +14,9 @@ import numpy as np
 
 from headway.embodied.records import Array, Box, EpisodeEnd, Fragment, LaneSimulator, Spaces, to_host
 from headway.records.errors import ConfigurationError, SimulatorFailed
+from headway.runtime.devices import resident_bytes
 from headway.runtime.hooks import error_text
-
-
-class StepTimer(Protocol):
-    """Ends the process in a step that takes too long (`headway.runtime.stalls.watchdog.Watchdog`)."""
-
-    def restart(self) -> None:
-        """Begin the time of another step."""
-        ...
-
-
-Limited = Callable[[float], AbstractContextManager[StepTimer]]  # by a limit in seconds
+from headway.runtime.stalls.watchdog import Watchdog
 
 
 class ActingPolicy(Protocol):
@@ -49,16 +39,15 @@ def seed_of(seed: int, block: int, life: int, lane: int, episode: int) -> int:
 
 
 class _Rows:
-    """The arrays of a fragment, filled step by step."""
+    """The arrays of a fragment, filled step by step, by the names that they have there."""
 
     def __init__(self, steps: int, lanes: int, spaces: Spaces) -> None:
         observations, actions = spaces
-        self.observations_tb = np.empty((steps + 1, lanes, *observations.shape), observations.low.dtype)  # and the last
-        self.actions_tb = (
-            np.empty((steps, lanes, *actions.shape), np.float32)
-            if isinstance(actions, Box)
-            else np.empty((steps, lanes), np.int64)
-        )
+        self.all_observations_tb = np.empty(
+            (steps + 1, lanes, *observations.shape), observations.low.dtype
+        )  # and the last
+        is_box = isinstance(actions, Box)
+        self.actions_tb = np.empty((steps, lanes, *(actions.shape if is_box else ())), np.float32 if is_box else int)
         self.logprobs_tb, self.values_tb = np.empty((2, steps, lanes), np.float32)
         self.rewards_tb = np.empty((steps, lanes))
         self.terminated_tb, self.truncated_tb, self.counted_tb = np.empty((3, steps, lanes), np.bool_)
@@ -88,41 +77,35 @@ class LaneBlock:
         life: int = 0,
         fragments: int = 0,
         constructions: int = 0,
-        step_timeout_s: float = 60.0,
-        limited: Limited | None = None,
-        now: Callable[[], float] = time.monotonic,
+        watchdog: Watchdog,
     ) -> None:
         """``spaces``: those that the policy is made for. ``steps``: of a fragment. ``fragments``, ``constructions``: of
-        its former lives. ``limited``: ends the process in a step that takes longer than ``step_timeout_s``. Raises
+        its former lives. ``watchdog``: ends the process in a step that takes longer than it allows. Raises
         ConfigurationError if the simulator has other spaces."""
         if simulator.spaces != spaces:
             raise ConfigurationError(f"block {number}: its simulator has {simulator.spaces}; valid: {spaces}")
         self.number, self.life, self.fragments = number, life, fragments
         self.constructions = constructions + simulator.constructions
         self._simulator, self._policy, self._spaces = simulator, policy, spaces
-        self._seed, self._steps = seed, steps
-        self._step_timeout_s, self._limited, self._now = step_timeout_s, limited, now
+        self._seed, self._steps, self._watchdog = seed, steps, watchdog
         self._observations_b: Any = None
         self._rewards_b = np.zeros(simulator.lanes)  # of the episodes under way
         self._lengths_b = np.zeros(simulator.lanes, np.int64)
         actions = spaces.actions
-        self._bounds: tuple[Any, Any] | None = None
-        if isinstance(actions, Box) and not (np.isinf(actions.low).all() and np.isinf(actions.high).all()):
-            self._bounds = actions.low, actions.high
+        self._bounds: tuple[Any, Any] | None = (actions.low, actions.high) if isinstance(actions, Box) else None
 
     def collect(self, version: int) -> Fragment:
         """Make the next fragment by the policy, whose version is ``version``. Raises SimulatorFailed, with block, lane
         and step, where the simulator raises, returns arrays of other spaces, or numbers that aren't finite."""
-        started_s = self._now()
+        started_s = time.monotonic()
         rows = _Rows(self._steps, self._simulator.lanes, self._spaces)
         noise_tb = self._noise()
-        with self._limited(self._step_timeout_s) if self._limited is not None else nullcontext() as timer:
+        with self._watchdog as watchdog:
             if self._observations_b is None:
                 self._observations_b = self._call(0, None, self._simulator.reset)
-            self._write(0, rows.observations_tb, self._observations_b, "observations")
+            self._write(0, rows.all_observations_tb, self._observations_b, "observations")
             for t in range(self._steps):
-                if timer is not None:
-                    timer.restart()
+                watchdog.restart()
                 self._step(t, rows, noise_tb[t])
         fragment = self._fragment(version, rows, started_s)
         self.fragments += 1
@@ -144,21 +127,16 @@ class LaneBlock:
     def _step(self, t: int, rows: _Rows, noise_b: Array) -> None:
         """Act on the observations of row ``t``, step all lanes, and record what comes of it."""
         tensors_b = self._observations_b
-        observations_b = rows.observations_tb[t] if isinstance(tensors_b, np.ndarray) else tensors_b
+        observations_b = rows.all_observations_tb[t] if isinstance(tensors_b, np.ndarray) else tensors_b
         actions_b, logprobs_b, values_b = self._policy.act(observations_b, noise_b)
-        rows.actions_tb[t] = to_host(actions_b)
-        rows.logprobs_tb[t] = to_host(logprobs_b)
-        rows.values_tb[t] = to_host(values_b)
+        rows.actions_tb[t], rows.logprobs_tb[t], rows.values_tb[t] = map(to_host, (actions_b, logprobs_b, values_b))
         lane_steps = self._call(t, rows, self._simulator.step, self._clip(actions_b))
-        self._write(t + 1, rows.observations_tb, lane_steps.observations_b, "observations")
-        self._write(t, rows.rewards_tb, lane_steps.rewards_b, "rewards")
-        self._write(t, rows.terminated_tb, lane_steps.terminated_b, "terminated")
-        self._write(t, rows.truncated_tb, lane_steps.truncated_b, "truncated")
-        self._write(t, rows.counted_tb, lane_steps.counted_b, "counted")
+        self._write(t + 1, rows.all_observations_tb, lane_steps.observations_b, "observations")
+        for name in ("rewards", "terminated", "truncated", "counted"):
+            self._write(t, getattr(rows, f"{name}_tb"), getattr(lane_steps, f"{name}_b"), name)
         for lane, observation in lane_steps.final_observations.items():
             rows.final_observations[t, lane] = np.array(to_host(observation))
-        for lane, success in lane_steps.successes.items():
-            rows.successes[t, lane] = success
+        rows.successes |= {(t, lane): success for lane, success in lane_steps.successes.items()}
         self._observations_b = lane_steps.observations_b
 
     def _call(self, t: int, rows: _Rows | None, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -190,11 +168,8 @@ class LaneBlock:
         if array.shape != rows_tb.shape[1:] or (
             array.dtype != rows_tb.dtype and not np.can_cast(array.dtype, rows_tb.dtype, "same_kind")
         ):
-            self._fail(
-                t,
-                None,
-                f"{name} of shape {array.shape}, {array.dtype}; valid: {rows_tb.shape[1:]}, {rows_tb.dtype}",
-            )
+            shape_text = f"{name} of shape {array.shape}, {array.dtype}; valid: {rows_tb.shape[1:]}, {rows_tb.dtype}"
+            self._fail(t, None, shape_text)
         rows_tb[t] = array
 
     def _fragment(self, version: int, rows: _Rows, started_s: float) -> Fragment:
@@ -204,7 +179,7 @@ class LaneBlock:
         rows.truncated_tb &= rows.counted_tb & ~rows.terminated_tb
         self._require_finite(rows, self._steps)
         final_at = np.argwhere(rows.truncated_tb)
-        finals_n = np.empty((len(final_at), *rows.observations_tb.shape[2:]), rows.observations_tb.dtype)
+        finals_n = np.empty((len(final_at), *rows.all_observations_tb.shape[2:]), rows.all_observations_tb.dtype)
         for index, (t, lane) in enumerate(final_at.tolist()):
             final = rows.final_observations.get((t, lane))
             if final is None or final.shape != finals_n.shape[1:] or not np.isfinite(final).all():
@@ -214,21 +189,16 @@ class LaneBlock:
             block=self.number,
             number=self.fragments,
             version=version,
-            observations_tb=rows.observations_tb[:-1],
-            actions_tb=rows.actions_tb,
-            logprobs_tb=rows.logprobs_tb,
-            values_tb=rows.values_tb,
-            rewards_tb=rows.rewards_tb,
-            terminated_tb=rows.terminated_tb,
-            truncated_tb=rows.truncated_tb,
-            counted_tb=rows.counted_tb,
-            last_observations_b=rows.observations_tb[-1],
+            observations_tb=rows.all_observations_tb[:-1],
+            last_observations_b=rows.all_observations_tb[-1],
             final_at=final_at,
             final_observations_n=finals_n,
             episodes=self._episodes(rows),
             constructions=self.constructions,
             life=self.life,
-            seconds=self._now() - started_s,
+            seconds=time.monotonic() - started_s,
+            worker_bytes=resident_bytes(),
+            **{name: rows_tb for name, rows_tb in vars(rows).items() if name in Fragment.__annotations__},
         )
 
     def _episodes(self, rows: _Rows) -> tuple[EpisodeEnd, ...]:
@@ -256,7 +226,7 @@ class LaneBlock:
         """Raise SimulatorFailed for the first number that isn't finite of ``steps`` steps and the observations behind
         them."""
         named_rows = {
-            "observation": rows.observations_tb[: steps + 1],
+            "observation": rows.all_observations_tb[: steps + 1],
             "action of the policy": rows.actions_tb[: steps + 1],
             "reward": rows.rewards_tb[:steps],
         }

@@ -6,10 +6,11 @@ which it was called; the learner's step k takes round k. Up to η further rounds
 
 from __future__ import annotations
 
-import asyncio
+import math
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -20,15 +21,15 @@ import msgspec
 
 from headway.config.simulation import SimulatorExperiment
 from headway.control.summaries import distribution
-from headway.embodied.episodes import EpisodeWindow, interval_of, mean_of, successes_of
+from headway.embodied.episodes import WINDOW, statistics_of
 from headway.embodied.evaluation import Evaluated
+from headway.embodied.records import EpisodeEnd, PolicyWeights
 from headway.embodied.rounds import COUNTS_FILE, FragmentCounts, Rounds
 from headway.embodied.workers import Learn, LearnReport, Simulate
 from headway.flow.run import Flow, run
 from headway.records.errors import AccountingError, Interrupted, RunLocked, StepRefused
-from headway.records.execution import WORKFLOW_FILE
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
-from headway.runtime.clock import Clock, RealClock
+from headway.runtime.clock import RealClock
 from headway.runtime.epochs.register import epoch_renewal, take_epoch
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.supervision import until_interrupted
@@ -70,94 +71,26 @@ def train(
     """
     directory = RunDirectory(experiment.run.directory)
     former_config = directory.begin(experiment, resume=resume)
-    placed = experiment.plans_itself
-    plan: Any = "auto" if placed else {"simulate": experiment.simulator.devices, "learn": experiment.trainer.devices}
-    options: dict[str, Any] = {"devices": experiment.devices, "items": experiment.simulator.blocks} if placed else {}
-    session = _Session()
-    options |= {"on_event": session.record_incident, "directory": directory.path, "resume": resume}
+    training = Training(experiment, directory, resume)
+    plan: Any = {"simulate": experiment.simulator.devices, "learn": experiment.trainer.devices}
+    options: dict[str, Any] = {"on_event": training.record_incident, "directory": directory.path, "resume": True}
     options["cluster"] = experiment.cluster if experiment.cluster.address else None
     options["stall_s"] = 2 * experiment.simulator.step_timeout_s
+    if experiment.plans_itself:
+        plan = "auto"
+        options |= {"devices": experiment.devices, "items": experiment.simulator.blocks}
     try:
-        return run(_workflow, plan, experiment, directory, session, resume, take_over, on_line, **options)
+        return run(training.workflow, plan, take_over, on_line, **options)
     except RunLocked:  # by a process elsewhere: its folder stays as it was
         if former_config is not None:
             directory.store(former_config)
         raise
     except Exception as error:  # raised again; not after Ctrl-C, whose message names --resume
-        if not (resume or session.has_begun or isinstance(error, Interrupted)):
+        if not (resume or training.has_begun or isinstance(error, Interrupted)):
             directory.withdraw()  # so that the same command starts from the beginning
         raise
     finally:
         directory.release()
-
-
-class _Session:
-    """The state of a run's process: whether a training step may have begun, and the open ledger."""
-
-    has_begun = False
-    ledger: Ledger | None = None
-
-    def record_incident(self, event: EventRecord) -> None:
-        """Record the death or restart of a worker in the run's ledger."""
-        if self.ledger is not None and event.event.startswith(("simulate_", "learn_")):
-            self.ledger.record(msgspec.structs.replace(event, time_s=self.ledger.time_s))
-
-    def close(self) -> None:
-        """Record no more: the ledger is about to be closed."""
-        self.ledger = None
-
-
-async def _workflow(
-    flow: Flow,
-    experiment: SimulatorExperiment,
-    directory: RunDirectory,
-    session: _Session,
-    resume: bool,
-    take_over: bool,
-    on_line: OnLine | None,
-) -> RunSummary:
-    clock = RealClock()
-    async with until_interrupted() as stopped, AsyncExitStack() as stack:
-        report = partial(print, file=sys.stderr)
-        disconnect_s = experiment.cluster.disconnect_timeout_s
-        epoch = await take_epoch(directory.path, disconnect_s, clock, take_over=take_over, report=report)
-        await stack.enter_async_context(epoch_renewal(epoch))
-        remove_leftovers(directory.path)
-        ledger = stack.enter_context(Ledger(directory.path, clock))
-        if on_line is not None:
-            ledger.subscribe(on_line)
-        session.ledger = ledger
-        stack.callback(session.close)
-        training = Training(flow, experiment, directory, ledger, clock, stopped, epoch.require)
-        try:
-            exports = stack.enter_context(start_exports(experiment, directory, ledger, resume=resume))
-            await training.start(resume)
-            session.has_begun = True
-        finally:
-            if not (resume or session.has_begun):
-                (directory.path / WORKFLOW_FILE).unlink(missing_ok=True)
-        exports.announce()
-        limiting = asyncio.create_task(_limit(stopped, experiment.run.stop_grace_s, asyncio.current_task()))
-        stack.callback(limiting.cancel)
-        await training.train()
-        training.conclude()
-        shutil.rmtree(training.scratch, ignore_errors=True)
-        tail = read_ledger_tail(directory.path)
-        summary = summarise(list(tail.lines.values()), tail.duration_s)
-        directory.write_json(directory.summary, summary)
-        if stopped.is_set():
-            message = f"stopped at version {training.version}; continue with: headway train ... --resume"
-            raise Interrupted(message)
-        return summary
-    raise Interrupted("stopped at once; continue with: headway train ... --resume")
-
-
-async def _limit(stopped: asyncio.Event, grace_s: float, training: asyncio.Task[Any] | None) -> None:
-    """Cancel ``training`` when ``grace_s`` have passed since the interruption."""
-    await stopped.wait()
-    await asyncio.sleep(grace_s)
-    assert training is not None
-    training.cancel()
 
 
 def _admitted(line: LedgerLine) -> int:
@@ -170,80 +103,101 @@ def _admitted(line: LedgerLine) -> int:
 class Training:
     """The state of a run in simulators.
 
-    Lifecycle: ``start`` (workers, the newest checkpoint) -> ``train`` (to the last step, the time limit or an
-    interruption) -> ``conclude`` (the accounting, the end)."""
+    Lifecycle of its `workflow`: start (workers, the newest checkpoint) -> train (to the last step, the time limit or an
+    interruption) -> conclude (the accounting, the end)."""
 
-    def __init__(
-        self,
-        flow: Flow,
-        experiment: SimulatorExperiment,
-        directory: RunDirectory,
-        ledger: Ledger,
-        clock: Clock,
-        stopped: asyncio.Event,
-        fence: Callable[[], None],
-    ) -> None:
-        """``stopped``: set when no further round may begin. ``fence``: raises EpochLost where another process has taken
-        the run."""
-        self._flow, self._experiment, self._directory = flow, experiment, directory
-        self._ledger, self._clock, self._stopped, self._fence = ledger, clock, stopped, fence
-        self._began_s = self._step_began_s = clock.now()
+    def __init__(self, experiment: SimulatorExperiment, directory: RunDirectory, resume: bool) -> None:
+        self._experiment, self._directory, self._resume = experiment, directory, resume
+        self.has_begun = False  # a training step may have
+        self._scratch = directory.path / "workers"  # what this session's workers leave to their successors
+        self._clock = RealClock()
+        self._began_s = self._step_began_s = self._clock.now()
         self._cpu_s = time.process_time()
-        self.scratch = directory.path / "workers"  # what this session's workers leave to their successors
-        self._window = EpisodeWindow()
+        self._ledger: Ledger
+        self._is_recording = False  # the ledger is open
+        self._episodes = deque[EpisodeEnd](maxlen=WINDOW)
         self._checkpoint_s = 0.0  # of the checkpoint behind the last step
         self._skipped = 0  # steps in a row
         self._planned = 0  # rounds that begin with the next step
-        self._reported_problems: set[str] = set()
-        self._best_return = -float("inf")
-        self.version = 0
-        self.weights: Any = None
+        self._reported_problems = {""}
+        self._best_return = -math.inf
 
-    async def start(self, resume: bool) -> None:
+    async def workflow(self, flow: Flow, take_over: bool, on_line: OnLine | None) -> RunSummary:
+        """Run from its start to its end."""
+        experiment, directory = self._experiment, self._directory
+        async with until_interrupted(experiment.run.stop_grace_s) as self._stopped, AsyncExitStack() as stack:
+            disconnect_s, report = experiment.cluster.disconnect_timeout_s, partial(print, file=sys.stderr)
+            epoch = await take_epoch(directory.path, disconnect_s, self._clock, take_over=take_over, report=report)
+            await stack.enter_async_context(epoch_renewal(epoch))
+            self._require_epoch = epoch.require
+            remove_leftovers(directory.path)
+            self._ledger = stack.enter_context(Ledger(directory.path, self._clock))
+            if on_line is not None:
+                self._ledger.subscribe(on_line)
+            self._is_recording = True
+            stack.callback(setattr, self, "_is_recording", False)
+            exports = stack.enter_context(start_exports(experiment, directory, self._ledger, resume=self._resume))
+            await self._start(flow)
+            self.has_begun = True
+            exports.announce()
+            await self._train(flow)
+            self._conclude()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            tail = read_ledger_tail(directory.path)
+            summary = summarise(list(tail.lines.values()), tail.duration_s)
+            directory.write_json(directory.summary, summary)
+            if self._stopped.is_set():
+                raise Interrupted(f"stopped at version {self.version}; continue with: headway train ... --resume")
+            return summary
+        raise Interrupted("stopped at once; continue with: headway train ... --resume")
+
+    def record_incident(self, event: EventRecord) -> None:
+        """Record the death or restart of a worker in the run's ledger."""
+        if self._is_recording and event.event.startswith(("simulate_", "learn_")):
+            self._ledger.record(msgspec.structs.replace(event, time_s=self._ledger.time_s))
+
+    async def _start(self, flow: Flow) -> None:
         """Start the workers and take up the newest checkpoint, if the run is resumed. Raises ConfigurationError for
         simulators or spaces that can't be used."""
         experiment, settings = self._experiment, self._experiment.simulator
-        lines = read_ledger(self._directory.path) if resume else []
+        lines = read_ledger(self._directory.path)
         checkpoint, counts = self._newest_checkpoint()
-        if resume:
+        if self._resume:
             counts = counts.resumed(max(map(_admitted, lines), default=0))
         self._best_return = max((line.reward_mean for line in evaluations(lines)), default=self._best_return)
-        lives = counts.lives or (0,) * settings.blocks
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        self.simulate = await self._flow.workers(
+        self._lives, self._constructions = counts.lives or (0,) * settings.blocks, counts.constructions
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        folders = [str(self._scratch / "lives"), str(self._scratch / "learner")]
+        self._simulate = await flow.workers(
             "simulate",
             Simulate,
             experiment,
-            str(self.scratch / "lives"),
-            lives,
+            folders[0],
+            self._lives,
             restarts=RESTARTS,
             most_workers=settings.blocks,
         )
-        spaces, *_ = await self.simulate.spaces()
-        learn = await self._flow.workers(
-            "learn",
-            Learn,
-            experiment,
-            spaces,
-            str(self.scratch / "learner"),
-            "" if checkpoint is None else str(checkpoint),
-            restarts=RESTARTS,
-            most_workers=1,
-        )
-        self.learn = learn.on(0)
-        self.weights = await self.learn.weights()
-        self.version = self.weights.version
-        self.rounds = Rounds(settings.blocks, experiment.queue.budget, counts)
-        self._lives, self._constructions = lives, counts.constructions
+        [(spaces, _, _), *_] = reports = await self._simulate.spaces()
+        arguments = experiment, spaces, folders[1], "" if checkpoint is None else str(checkpoint)
+        self._learn = (await flow.workers("learn", Learn, *arguments, restarts=RESTARTS, most_workers=1)).on(0)
+        self._weights: PolicyWeights = await self._learn.weights()
+        self._rounds = Rounds(settings.blocks, experiment.queue.budget, counts)
         self._plan_rounds()
         self._ledger.event(
-            EVENT_RESUME if resume else EVENT_START,
+            EVENT_RESUME if self._resume else EVENT_START,
             f"{settings.environment}, {settings.blocks} blocks of {settings.block_lanes} lanes, version {self.version}",
             step=self.version,
-            admitted=self.rounds.admitted + self._planned * settings.blocks,
+            admitted=self._rounds.admitted + self._planned * settings.blocks,
+            worker_bytes=max(idle_bytes for _, idle_bytes, _ in reports),
+            lane_bytes=sum(present_bytes - idle_bytes for _, idle_bytes, present_bytes in reports) // settings.lanes,
         )
-        if resume:
-            self._ledger.event(EVENT_COUNTED, "until now", step=self.version, **self.rounds.accounting.data)
+        if self._resume:
+            self._ledger.event(EVENT_COUNTED, "until now", step=self.version, **self._rounds.accounting.data)
+
+    @property
+    def version(self) -> int:
+        """Of the present weights."""
+        return self._weights.version
 
     def _newest_checkpoint(self) -> tuple[Path | None, FragmentCounts]:
         checkpoint = latest_valid(
@@ -253,31 +207,31 @@ class Training:
             return None, FragmentCounts()
         return checkpoint, msgspec.json.decode((checkpoint / COUNTS_FILE).read_bytes(), type=FragmentCounts)
 
-    async def train(self) -> None:
+    async def _train(self, flow: Flow) -> None:
         """Train until no round is left; ends with a checkpoint."""
         experiment = self._experiment
         every_steps = experiment.evaluation.every_steps
         if every_steps and not self.version:
             await self._evaluate()
         self._step_began_s = self._clock.now()
-        while self._planned or len(self.rounds):  # again only where steps were skipped
-            async for _ in self._flow.steps(experiment.run.steps - self.version, start=self.rounds.ended):
+        while self._planned or len(self._rounds):  # again only where steps were skipped
+            async for _ in flow.steps(experiment.run.steps - self.version, start=self._rounds.ended):
                 for _ in range(self._planned):
-                    await self._begin_round()
-                if not len(self.rounds):
+                    await self._begin_round(flow)
+                if not len(self._rounds):
                     break
                 await self._step()
-                is_last = not self._planned and not len(self.rounds)
+                is_last = not self._planned and not len(self._rounds)
                 if every_steps and (self.version % every_steps == 0 or is_last) and not self._stopped.is_set():
                     await self._evaluate()
                 if self.version % experiment.checkpoint.every_steps == 0 or is_last:
                     await self._checkpoint()
 
-    def conclude(self) -> None:
+    def _conclude(self) -> None:
         """Check the accounting, and record it and the end. Raises AccountingError."""
-        accounting, problem = self.rounds.accounting, ""
+        accounting, problem = self._rounds.accounting, ""
         try:
-            self.rounds.check()
+            self._rounds.check()
         except AccountingError as error:
             problem = str(error)
         data = accounting.data | {"open": accounting.open_rollouts, "admitted": accounting.admitted}
@@ -293,59 +247,57 @@ class Training:
     def _plan_rounds(self) -> None:
         """Decide how many rounds begin with the next step: those that the budget allows, none when the run ends."""
         run_config = self._experiment.run
-        limit_s = run_config.time_limit_s
-        is_over = limit_s is not None and self._clock.now() - self._began_s >= limit_s
-        is_ending = is_over or self._stopped.is_set()
-        self._planned = 0 if is_ending else self.rounds.admissible(self.version, run_config.steps)
+        limit_s = math.inf if run_config.time_limit_s is None else run_config.time_limit_s
+        is_ending = self._stopped.is_set() or self._clock.now() - self._began_s >= limit_s
+        self._planned = 0 if is_ending else self._rounds.admissible(self.version, run_config.steps)
 
-    async def _begin_round(self) -> None:
+    async def _begin_round(self, flow: Flow) -> None:
         """Call the simulators for one more round. Blocks are dealt in turn: each comes to the worker that has it."""
-        number = self.rounds.next_number
-        fragments = self._flow.channel(f"fragments of round {number}")
-        blocks = self._flow.channel(f"blocks of round {number}", balance="round_robin", consumers=self.simulate)
-        call = self.simulate.collect(self.weights, number, blocks, fragments)
-        self.rounds.begin(self.version, fragments, call)
-        await blocks.put_all(range(self.rounds.blocks))
+        number = self._rounds.next_number
+        fragments = flow.channel(f"fragments of round {number}")
+        blocks = flow.channel(f"blocks of round {number}", balance="round_robin", consumers=self._simulate)
+        call = self._simulate.collect(self._weights, number, blocks, fragments)
+        self._rounds.begin(self.version, fragments, call)
+        await blocks.put_all(range(self._rounds.blocks))
         blocks.close()
 
     async def _step(self) -> None:
         """Train on the oldest round, and record the step."""
-        oldest = self.rounds.oldest
-        learning = self.learn.step(self.version, self.rounds.blocks, oldest.channel)
+        oldest, version = self._rounds.oldest, self.version
+        learning = self._learn.step(version, self._rounds.blocks, oldest.channel)
         await oldest.call
         oldest.channel.close()
-        taken = self.rounds.take(self.version)
+        self._rounds.take(version)
         report: LearnReport = await learning
-        self._fence()
-        is_skipped = report.weights.version == self.version
+        self._require_epoch()
+        self._weights, is_skipped = report.weights, report.weights.version == version
         self._skipped = self._skipped + 1 if is_skipped else 0
-        self.rounds.end(taken, skipped=is_skipped)
-        self.weights, self.version = report.weights, report.weights.version
+        self._rounds.end(oldest, skipped=is_skipped)
         self._lives, self._constructions = report.lives, report.constructions
         self._plan_rounds()
-        self._ledger.record(self._record(report, is_skipped))
+        self._ledger.record(self._record(version, report))
         if self._skipped == MAX_SKIPPED:
             raise StepRefused(
-                f"{MAX_SKIPPED} steps in a row weren't finite (version {self.version}): a lower trainer.learning_rate, "
-                "or rewards and observations of a smaller scale (policy.normalize), may help"
+                f"{MAX_SKIPPED} steps in a row weren't finite (version {version}): a lower trainer.learning_rate, or "
+                "rewards and observations of a smaller scale (policy.normalize), may help"
             )
 
-    def _record(self, report: LearnReport, skipped: bool) -> StepRecord:
+    def _record(self, step: int, report: LearnReport) -> StepRecord:
         now_s, cpu_s = self._clock.now(), time.process_time()
         step_s, self._step_began_s = now_s - self._step_began_s, now_s
         orchestrator_cpu_s, self._cpu_s = cpu_s - self._cpu_s, cpu_s
         checkpoint_s, self._checkpoint_s = self._checkpoint_s, 0.0
-        step = self.version if skipped else self.version - 1
-        blocks, settings = self.rounds.blocks, self._experiment.simulator
-        endings, failures, _ = self.rounds.accounting.take_recent()
+        blocks, settings = self._rounds.blocks, self._experiment.simulator
+        endings, _, _ = self._rounds.accounting.take_recent()
         is_shared = bool({*settings.devices} & {*self._experiment.trainer.devices})
         yielded = report.compute_s / step_s if is_shared else 0.0
-        busy = report.simulate_s / (step_s * len(self.simulate))
+        busy = report.simulate_s / (step_s * len(self._simulate))
         wait_s = step_s - report.compute_s - checkpoint_s
+        self._episodes.extend(report.episodes)
         return StepRecord(
             step=step,
             version=self.version,
-            skipped=skipped,
+            skipped=step == self.version,
             time_s=now_s - self._began_s,
             step_s=step_s,
             samples=blocks,
@@ -360,29 +312,30 @@ class Training:
             generator_wait_ratio=max(0.0, 1.0 - busy - yielded),
             generator_yielded_ratio=yielded,
             orchestrator_cpu_s=orchestrator_cpu_s,
-            open_groups=self.rounds.open_fragments,
-            running_groups=self.rounds.open_fragments,
-            admitted_rollouts=self._planned * blocks,
+            open_groups=self._rounds.open_fragments,
+            running_groups=self._rounds.open_fragments,
             trajectory_staleness=distribution((step - version, 1) for version in report.versions),
             endings=endings,
-            failures=failures,
             metrics=report.metrics,
-            episodes=self._window.add(
-                report.episodes,
+            episodes=statistics_of(
+                self._episodes,
+                episodes=len(report.episodes),
                 cut=sum(report.lives) * settings.block_lanes,
                 transitions=report.transitions,
                 steps_per_s=report.transitions / step_s,
                 simulate_s=report.simulate_s,
                 device_wait_s=report.device_wait_s,
+                worker_bytes=report.worker_bytes,
+                learner_bytes=report.learner_bytes,
                 constructions=report.constructions,
                 rebuilt=sum(report.lives),
-                admitted=self.rounds.admitted + self._planned * blocks,
+                admitted=self._rounds.admitted + self._planned * blocks,
             ),
         )
 
     async def _checkpoint(self) -> None:
         """Write a checkpoint of the present version, and remove old ones."""
-        self._fence()
+        self._require_epoch()
         began_s, path = self._clock.now(), checkpoint_path(self._directory.path, self.version)
         await self._save(path, {})
         self._ledger.event("checkpoint", str(path), step=self.version)
@@ -392,24 +345,20 @@ class Training:
     async def _save(self, path: Path, metrics: dict[str, float]) -> None:
         """Write the learner and the counts of fragments into a folder, atomically."""
         scratch = begin_folder(path)
-        try:
-            await self.learn.save(self.version, str(scratch))
-            counts = self.rounds.counts(self._lives, self._constructions)
-            (scratch / COUNTS_FILE).write_bytes(msgspec.json.encode(counts))
-            commit_folder(path, CheckpointState(version=self.version, metrics=metrics))
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        await self._learn.save(self.version, str(scratch))
+        counts = self._rounds.counts(self._lives, self._constructions)
+        (scratch / COUNTS_FILE).write_bytes(msgspec.json.encode(counts))
+        commit_folder(path, CheckpointState(version=self.version, metrics=metrics))
 
     async def _evaluate(self) -> None:
         """Evaluate the present version; keep it as the best if its mean return is higher than those before."""
-        evaluation, began_s = self._experiment.evaluation, self._clock.now()
-        video = str(self._directory.path / "videos" / f"step_{self.version:08d}.gif") if evaluation.video else ""
-        shares: Sequence[Evaluated] = await self.simulate.evaluate(self.weights, video)
-        episodes = [episode for share in shares for episode in share.episodes]
-        returns, successes = [episode.reward for episode in episodes], successes_of(episodes)
+        began_s, video = self._clock.now(), self._directory.path / "videos" / f"step_{self.version:08d}.gif"
+        video_file = str(video) if self._experiment.evaluation.video else ""
+        shares: Sequence[Evaluated] = await self._simulate.evaluate(self._weights, video_file)
+        statistics = statistics_of([episode for share in shares for episode in share.episodes])
         unfinished = sum(share.unfinished for share in shares)
-        low, high = interval_of(successes) or (0.0, 0.0)
-        now_s = self._clock.now()
+        low, high = statistics.success_interval or (0.0, 0.0)
+        episodes, now_s = self._experiment.evaluation.episodes - unfinished, self._clock.now()
         record = EvaluationRecord(
             split="validation",
             phase="during",
@@ -417,13 +366,13 @@ class Training:
             first_version=self.version,
             last_version=self.version,
             held=True,
-            tasks=len(episodes),
-            samples=len(episodes),
-            solve_rate=mean_of(successes),
+            tasks=episodes,
+            samples=episodes,
+            solve_rate=statistics.success_rate,
             standard_error=(high - low) / 4,
-            reward_mean=mean_of(returns),
-            return_interval=interval_of(returns),
-            length_mean=mean_of([float(episode.steps) for episode in episodes]),
+            reward_mean=statistics.return_mean,
+            return_interval=statistics.return_interval,
+            length_mean=statistics.length_mean,
             failed=unfinished,
             failure_cause="an episode doesn't end" if unfinished else "",
             duration_s=now_s - began_s,
@@ -431,7 +380,7 @@ class Training:
         )
         self._ledger.record(record)
         self._step_began_s += now_s - began_s  # an evaluation is no part of a step
-        for problem in {share.problem for share in shares} - {"", *self._reported_problems}:
+        for problem in {share.problem for share in shares} - self._reported_problems:
             self._reported_problems.add(problem)
             self._ledger.event("no_video", problem, step=self.version)
         if record.reward_mean > self._best_return:

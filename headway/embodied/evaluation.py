@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.config.simulation import SimulatorConfig, SimulatorExperiment
-from headway.embodied.block import seed_of
-from headway.embodied.records import Array, Box, EpisodeEnd, LaneSimulator
+from headway.config.simulation import SimulatorExperiment
+from headway.embodied.block import LaneBlock, seed_of
+from headway.embodied.policies import LanePolicy
+from headway.embodied.records import Array, EpisodeEnd, LaneSimulator
 from headway.embodied.simulators.opening import open_simulator
 from headway.records.errors import ConfigurationError
+from headway.runtime.stalls.watchdog import Watchdog
 
 MAX_STEPS = 20_000  # of an episode; a longer one is counted as failed
 _HELD_OUT = 1 << 20  # the first number of evaluations' blocks, in their seeds: no run has so many
@@ -43,21 +44,21 @@ class Evaluator:
         }
         self._simulators: dict[int, LaneSimulator] = {}
 
-    def run(self, policy: Any, video: str, begin_step: Callable[[], None]) -> Evaluated:
-        """Run the episodes. ``video``: file for the first lane's episode; "": none. ``begin_step``: called before each
-        step of a simulator."""
+    def run(self, policy: LanePolicy, video: str, watchdog: Watchdog) -> Evaluated:
+        """Run the episodes. ``video``: file for the first lane's episode; "": none."""
         episodes, unfinished, problem = list[EpisodeEnd](), 0, ""
         for block, lanes in self._lanes.items():
             frames = _Frames(video) if video and block == 0 else None
             simulator = self._simulators.pop(block, None) or self._open(block, draws=frames is not None)
-            ended = _first_episodes(simulator, policy, lanes, frames, begin_step)
+            ended = self._first_episodes(block, simulator, _GreedyPolicy(policy, simulator, frames), watchdog)
             if simulator.seeded_by_reset:
                 self._simulators[block] = simulator
             else:
                 simulator.close()
-            episodes += ended
-            unfinished += lanes - len(ended)
-            problem = problem or (frames.save() if frames is not None else "")
+            episodes += [ended[lane] for lane in range(lanes) if lane in ended]
+            unfinished += lanes - len(ended.keys() & set(range(lanes)))
+            if frames is not None:
+                problem = frames.save(ended[0].steps if 0 in ended else MAX_STEPS)
         return Evaluated(tuple(episodes), unfinished, problem)
 
     def close(self) -> None:
@@ -67,41 +68,38 @@ class Evaluator:
 
     def _open(self, block: int, *, draws: bool) -> LaneSimulator:
         settings = self._settings
-        if draws and _takes_render_mode(settings):
+        # Gymnasium's environments draw only if they were made for it.
+        if draws and settings.backend == "gymnasium" and ":" not in settings.environment:
             arguments = {"render_mode": "rgb_array", **settings.arguments}
             settings = settings.model_copy(update={"arguments": arguments})
         return open_simulator(settings, settings.block_lanes, partial(seed_of, self._seed, _HELD_OUT + block, 0))
 
+    def _first_episodes(
+        self, block: int, simulator: LaneSimulator, policy: _GreedyPolicy, watchdog: Watchdog
+    ) -> dict[int, EpisodeEnd]:
+        """Run each lane to the end of its first episode; returns those that have ended, by lane."""
+        steps, ended = self._settings.steps_per_fragment, dict[int, EpisodeEnd]()
+        options = {"seed": self._seed, "number": _HELD_OUT + block, "steps": steps}
+        lane_block = LaneBlock(simulator, policy, simulator.spaces, watchdog=watchdog, **options)
+        for _ in range(-(-MAX_STEPS // steps)):
+            for episode in lane_block.collect(0).episodes:
+                ended.setdefault(episode.lane, episode)
+            if len(ended) == simulator.lanes:
+                break
+        return ended
 
-def _takes_render_mode(settings: SimulatorConfig) -> bool:
-    """Whether the environment is gymnasium's, which draws only if it was made for it."""
-    return settings.backend == "gymnasium" and ":" not in settings.environment
 
+class _GreedyPolicy:
+    """The policy's mean or mode; ``frames`` get a picture of the first lane before each step."""
 
-def _first_episodes(
-    simulator: LaneSimulator, policy: Any, lanes: int, frames: _Frames | None, begin_step: Callable[[], None]
-) -> list[EpisodeEnd]:
-    """Run each lane to the end of its first episode, by the policy's mean or mode; returns those of the first
-    ``lanes`` lanes that have ended."""
-    observations_b, actions = simulator.reset(), simulator.spaces.actions
-    rewards_b, steps_b = np.zeros(simulator.lanes), np.zeros(simulator.lanes, np.int64)
-    ended: dict[int, EpisodeEnd] = {}
-    for _ in range(MAX_STEPS):
-        begin_step()
-        if frames is not None and 0 not in ended:
-            frames.add(simulator)
-        actions_b = policy.act_greedily(observations_b)
-        step = simulator.step(np.clip(actions_b, actions.low, actions.high) if isinstance(actions, Box) else actions_b)
-        rewards_b += step.rewards_b
-        steps_b += 1
-        for lane in np.flatnonzero(step.terminated_b | step.truncated_b).tolist():
-            if lane < lanes and lane not in ended:
-                reward, success = float(rewards_b[lane]), step.successes.get(lane)
-                ended[lane] = EpisodeEnd(lane=lane, reward=reward, steps=int(steps_b[lane]), success=success)
-        if len(ended) == lanes:
-            break
-        observations_b = step.observations_b
-    return [ended[lane] for lane in sorted(ended)]
+    def __init__(self, policy: LanePolicy, simulator: LaneSimulator, frames: _Frames | None) -> None:
+        self._policy, self._simulator, self._frames = policy, simulator, frames
+
+    def act(self, observations_b: Any, noise_b: Array) -> tuple[Any, Any, Any]:
+        if self._frames is not None:
+            self._frames.add(self._simulator)
+        zeros_b = np.zeros(len(noise_b), np.float32)
+        return self._policy.act_greedily(observations_b), zeros_b, zeros_b
 
 
 class _Frames:
@@ -128,15 +126,15 @@ class _Frames:
         if len(self._pictures) > _MAX_FRAMES:
             self._pictures, self._stride = self._pictures[::2], 2 * self._stride
 
-    def save(self) -> str:
-        """Write the GIF; returns why there is none, or ""."""
-        if self._problem or not self._pictures:
+    def save(self, steps: int) -> str:
+        """Write the GIF of the first ``steps`` steps; returns why there is none, or ""."""
+        if self._problem:
             return self._problem
         try:
             from PIL import Image
         except ImportError:
             return "videos need the package pillow: pip install 'headway[simulators]'"
         self._path.parent.mkdir(exist_ok=True)
-        first, *others = [Image.fromarray(picture) for picture in self._pictures]
+        first, *others = [Image.fromarray(picture) for picture in self._pictures[: -(-steps // self._stride)]]
         first.save(self._path, save_all=True, append_images=others, duration=_FRAME_MS * self._stride, loop=0)
         return ""

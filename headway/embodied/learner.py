@@ -147,14 +147,16 @@ class FragmentLearner:
             tensor.copy_(torch.from_numpy(arrays[name].copy()))
         self._statistics, self.version = statistics, version
 
-    def write(self, folder: str | Path) -> None:
-        """Write the state as a file into ``folder``. Raises OSError."""
-        save_file(self.state(), Path(folder) / _FILE)
+    def write(self, folder: Path) -> None:
+        """Write the state into ``folder``, as a file that is there only when it is whole. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.state(), folder / "unfinished")
+        (folder / "unfinished").rename(folder / _FILE)
 
-    def read(self, folder: str | Path) -> None:
+    def read(self, folder: Path) -> None:
         """Go on from what ``write`` wrote. Raises CheckpointCorrupt for a file that is missing, damaged or of another
         policy."""
-        file = Path(folder) / _FILE
+        file = folder / _FILE
         try:
             self.load(load_file(file))
         except (OSError, SafetensorError, KeyError, ValueError) as error:

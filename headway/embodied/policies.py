@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.config.simulation import PolicyConfig, SimulatorExperiment
+from headway.config.simulation import PolicyConfig
 from headway.embodied.distributions import distribution_of
 from headway.embodied.records import Array, Box, PolicyWeights, Spaces
 
@@ -178,8 +178,3 @@ class LanePolicy:
     def _shaped(self, actions_b: Any) -> Any:
         space = self._spaces.actions
         return actions_b.reshape(len(actions_b), *space.shape) if isinstance(space, Box) else actions_b
-
-
-def make_policy(spaces: Spaces, experiment: SimulatorExperiment) -> LanePolicy:
-    """The policy of an experiment, before its first weights. Raises ConfigurationError."""
-    return LanePolicy(spaces, experiment.policy)

@@ -143,6 +143,7 @@ class Fragment:
     constructions: int = 0  # simulator objects of the block so far, those of its former lives included
     life: int = 0  # how often the block was built anew after its worker died
     seconds: float = 0.0  # in which it was collected
+    worker_bytes: int = 0  # resident memory of the process that collected it
 
     @property
     def transitions(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import resource
 import shutil
 import time
 from collections.abc import Sequence
@@ -14,10 +13,12 @@ from typing import NamedTuple
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.block import LaneBlock, seed_of
 from headway.embodied.evaluation import Evaluated, Evaluator
+from headway.embodied.policies import LanePolicy
 from headway.embodied.records import EpisodeEnd, Fragment, PolicyWeights, Spaces
 from headway.embodied.simulators.opening import open_simulator
 from headway.flow.channel import Channel
 from headway.flow.worker import Worker
+from headway.runtime.devices import resident_bytes
 
 
 class LearnReport(NamedTuple):
@@ -32,15 +33,9 @@ class LearnReport(NamedTuple):
     simulate_s: float  # summed over the fragments
     device_wait_s: float  # for its devices
     compute_s: float
+    worker_bytes: int  # largest resident memory of a simulators' worker
+    learner_bytes: int  # resident memory of the learner
     weights: PolicyWeights  # of the next version
-
-
-class WorkerMemory(NamedTuple):
-    """Resident memory of a simulators' worker."""
-
-    idle_bytes: int  # before its blocks were built
-    present_bytes: int
-    lanes: int
 
 
 class Simulate(Worker):
@@ -52,22 +47,17 @@ class Simulate(Worker):
 
     def __init__(self, experiment: SimulatorExperiment, lives: str, first_lives: Sequence[int]) -> None:
         """``first_lives``: of each block, at the session's first construction. Raises ConfigurationError."""
-        from headway.embodied.policies import make_policy
-
         settings, seed = experiment.simulator, experiment.run.seed
-        self._block_lanes, self._step_timeout_s = settings.block_lanes, settings.step_timeout_s
-        self._idle_bytes = memory_bytes()
-        numbers = range(self.rank, settings.blocks, self.world_size)
-        block_lives = [_next_life(Path(lives), number, first_lives[number]) for number in numbers]
-        simulators = [
-            open_simulator(settings, settings.block_lanes, partial(seed_of, seed, number, life))
-            for number, life in zip(numbers, block_lives, strict=True)
-        ]
-        self._spaces = simulators[0].spaces
-        self._policy = make_policy(self._spaces, experiment)
+        self._idle_bytes, self._watchdog = resident_bytes(), self.limited(settings.step_timeout_s)
         self._evaluator = Evaluator(experiment, self.rank, self.world_size)
-        self._blocks = [
-            LaneBlock(
+        self._blocks: list[LaneBlock] = []
+        for number in range(self.rank, settings.blocks, self.world_size):
+            life = _next_life(Path(lives), number, first_lives[number])
+            simulator = open_simulator(settings, settings.block_lanes, partial(seed_of, seed, number, life))
+            if not self._blocks:
+                self._spaces = simulator.spaces
+                self._policy = LanePolicy(self._spaces, experiment.policy)
+            block = LaneBlock(
                 simulator,
                 self._policy,
                 self._spaces,
@@ -76,20 +66,13 @@ class Simulate(Worker):
                 steps=settings.steps_per_fragment,
                 life=life,
                 constructions=life * simulator.constructions,
-                step_timeout_s=settings.step_timeout_s,
-                limited=self.limited,
+                watchdog=self._watchdog,
             )
-            for number, life, simulator in zip(numbers, block_lives, simulators, strict=True)
-        ]
+            self._blocks.append(block)
 
-    def spaces(self) -> Spaces:
-        """The spaces of a lane."""
-        return self._spaces
-
-    def memory(self) -> WorkerMemory:
-        """The memory of this process, with all of its lanes."""
-        lanes = len(self._blocks) * self._block_lanes
-        return WorkerMemory(idle_bytes=self._idle_bytes, present_bytes=memory_bytes(), lanes=lanes)
+    def spaces(self) -> tuple[Spaces, int, int]:
+        """The spaces of a lane; the resident bytes of this process before its blocks were built, and now."""
+        return self._spaces, self._idle_bytes, resident_bytes()
 
     async def collect(self, weights: PolicyWeights, number: int, blocks: Channel, fragments: Channel) -> None:
         """Make fragment ``number`` of each block whose number comes, with these weights, and put it."""
@@ -104,13 +87,13 @@ class Simulate(Worker):
     def evaluate(self, weights: PolicyWeights, video: str) -> Evaluated:
         """Run this worker's share of an evaluation's episodes, in simulators of their own. ``video``: a file; ""."""
         self._policy.load(weights)
-        with self.limited(self._step_timeout_s) as watchdog:
-            return self._evaluator.run(self._policy, video, watchdog.restart)
+        return self._evaluator.run(self._policy, video, self._watchdog)
 
     def close(self) -> None:
         """Close the simulators."""
-        for owner in (*self._blocks, self._evaluator):
-            owner.close()
+        for block in self._blocks:
+            block.close()
+        self._evaluator.close()
 
 
 class Learn(Worker):
@@ -128,7 +111,7 @@ class Learn(Worker):
         self._learner = FragmentLearner(experiment, spaces, self.device)
         self._states = Path(states)
         if checkpoint and Path(checkpoint).is_dir():  # it may be gone when a successor starts
-            self._learner.read(checkpoint)
+            self._learner.read(Path(checkpoint))
 
     def weights(self) -> PolicyWeights:
         """The present weights, with their version."""
@@ -160,17 +143,15 @@ class Learn(Worker):
             simulate_s=sum(fragment.seconds for fragment in taken),
             device_wait_s=computing_s - arrived_s,
             compute_s=ended_s - computing_s,
+            worker_bytes=max(fragment.worker_bytes for fragment in taken),
+            learner_bytes=resident_bytes(),
             weights=weights,
         )
-
-    def memory(self) -> int:
-        """Resident bytes of this process."""
-        return memory_bytes()
 
     def save(self, version: int, folder: str) -> None:
         """Write all that a resumed run needs of the learner of this version into ``folder``."""
         self._take_up(version)
-        self._learner.write(folder)
+        self._learner.write(Path(folder))
 
     def _take_up(self, version: int) -> None:
         """Go on from the state of this version, unless it is the present one."""
@@ -180,28 +161,13 @@ class Learn(Worker):
     def _keep_state(self) -> None:
         """Write the present state beside the last one, from which the step would be repeated if its reply were lost."""
         version = self._learner.version
-        folder, scratch = self._states / str(version), self._states / "next"
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        self._learner.write(str(scratch))
-        shutil.rmtree(folder, ignore_errors=True)
-        scratch.rename(folder)
+        self._learner.write(self._states / str(version))
         shutil.rmtree(self._states / str(version - 2), ignore_errors=True)
 
 
 def _next_life(folder: Path, block: int, first_life: int) -> int:
     """Count one more construction of a block, also for the case that this process dies while it builds."""
     folder.mkdir(parents=True, exist_ok=True)
-    for life in itertools.count(first_life):
-        try:
-            (folder / f"{block}.{life}").touch(exist_ok=False)
-            return life
-        except FileExistsError:
-            continue
-    raise AssertionError
-
-
-def memory_bytes() -> int:
-    """Resident memory of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+    life = next(life for life in itertools.count(first_life) if not (folder / f"{block}.{life}").exists())
+    (folder / f"{block}.{life}").touch()
+    return life

@@ -11,7 +11,6 @@ import asyncio
 import importlib
 import inspect
 import math
-import os
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from headway.flow.process import put_in_parts, set_current_process
 from headway.flow.worker import DeviceTurns, StageTimes, Traffic, Worker, WorkerPlacement
 from headway.records.errors import ConfigurationError, RemoteError
 from headway.runtime.child import WorkerContext, resolve
+from headway.runtime.devices import resident_bytes
 from headway.runtime.transport.packing import Packed
 from headway.runtime.worker_slots import typed_cause
 
@@ -259,8 +259,7 @@ async def _awaited(result: Any) -> Any:
 
 def _held_bytes() -> int:
     """Return the memory of this process in bytes: resident, and allocated on its GPUs."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        held_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    held_bytes = resident_bytes()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         held_bytes += torch.cuda.memory_allocated()

@@ -133,6 +133,15 @@ class RunDirectory:
             raise
         return stored_experiment
 
+    def require_startable(self, *, resume: bool) -> None:
+        """Raise ConfigurationError where a new run would overwrite an old one, or there is nothing to resume."""
+        if resume and not self.has_run():
+            raise ConfigurationError(f"{self.path} holds no run to resume: start it without --resume")
+        if not resume and self.has_run():
+            raise ConfigurationError(
+                f"{self.path} already holds a run: continue it with --resume, or choose another run.directory"
+            )
+
     def _lock_accounting(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -144,19 +153,14 @@ class RunDirectory:
     def _admit(
         self, experiment: Experiment | SimulatorExperiment, resume: bool, buffer: Path
     ) -> Experiment | SimulatorExperiment | None:
-        if not self.has_run():
-            if resume:
-                raise ConfigurationError(f"{self.path} holds no run to resume: start it without --resume")
+        self.require_startable(resume=resume)
+        if not resume:
             if experiment.cluster.accounting_directory is not None and buffer.exists():
                 raise ConfigurationError(
                     f"cluster.accounting_directory: {buffer.parent} holds the accounting of another run; choose "
                     "another folder"
                 )
             return None
-        if not resume:
-            raise ConfigurationError(
-                f"{self.path} already holds a run: continue it with --resume, or choose another run.directory"
-            )
         stored_experiment = self.read_any_experiment()
         require_resumable(stored_experiment, experiment)
         if isinstance(experiment, Experiment) and not buffer.is_file() and self._has_trained():

@@ -92,6 +92,8 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "episodes/cut": ("episodes.cut", "episodes lost with their lanes, since the run began"),
     "episodes/constructions": ("episodes.constructions", "simulators built since the run began"),
     "rates/environment_steps_per_s": ("episodes.steps_per_s", "environment steps trained, over the whole step"),
+    "episodes/worker_bytes": ("episodes.worker_bytes", "largest resident memory of a simulators' worker"),
+    "episodes/learner_bytes": ("episodes.learner_bytes", "resident memory of the learner"),
     "time/simulate_s": ("episodes.simulate_s", "collecting the step's fragments, summed over blocks"),
     "teaching/rollouts": ("teaching.rollouts", "scored by teachers outside of the trainer"),
     "teaching/failures": ("teaching.failures", "rollouts that failed because a teacher did"),

@@ -14,7 +14,7 @@ from torch import nn
 
 from headway.embodied.learner import FragmentLearner
 from headway.embodied.objective import LossTerms
-from headway.embodied.policies import make_policy
+from headway.embodied.policies import LanePolicy
 from headway.embodied.records import Spaces
 from headway.records.errors import CheckpointCorrupt
 
@@ -26,7 +26,7 @@ def opened(spaces: Spaces = CONTINUOUS, **sections) -> FragmentLearner:
 
 
 def fragments_of(learner: FragmentLearner, seed: int = 0, spaces: Spaces = CONTINUOUS, **sections):
-    policy = make_policy(spaces, experiment(**sections))
+    policy = LanePolicy(spaces, experiment(**sections).policy)
     policy.load(weights := learner.weights())
     return [fragment(policy, spaces, 100 * seed + n, block=n, version=weights.version) for n in range(2)]
 
@@ -299,7 +299,7 @@ def test_discrete_policy_learns_the_action_that_is_rewarded():
     for number in range(25):
         fragments = fragments_of(learner, number, DISCRETE)
         learner.step([replace(one, rewards_tb=np.where(one.actions_tb == 2, 1.0, 0.0)) for one in fragments])
-    policy = make_policy(DISCRETE, experiment())
+    policy = LanePolicy(DISCRETE, experiment().policy)
     policy.load(learner.weights())
     drawn = np.concatenate([one.actions_tb.ravel() for one in fragments_of(learner, 99, DISCRETE)])
     assert (drawn == 2).mean() > 0.9

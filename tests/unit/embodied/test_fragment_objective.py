@@ -9,7 +9,7 @@ from made_fragments import CONTINUOUS, DISCRETE, experiment, fragment
 
 from headway.embodied.learner import FragmentLearner
 from headway.embodied.objective import LossTerms, minibatch_loss, ratio_changes, returns_of, steps_of
-from headway.embodied.policies import ActorCritic, make_policy
+from headway.embodied.policies import ActorCritic, LanePolicy
 from headway.trainer.critic.value_loss import clipped_value_loss
 from headway.trainer.losses import LossSettings, TokenTerms, decoupled_ppo
 
@@ -22,7 +22,7 @@ def algorithm(correction: str = "none", **keys):
 
 @pytest.fixture(scope="module", params=range(4))
 def made(request):
-    policy = make_policy(CONTINUOUS, experiment())
+    policy = LanePolicy(CONTINUOUS, experiment().policy)
     policy.load(FragmentLearner(experiment(), CONTINUOUS, "cpu:0").weights())
     chance = np.random.default_rng(request.param)
     one = fragment(policy, CONTINUOUS, request.param, steps=20)

@@ -19,6 +19,7 @@ from headway.embodied.records import Fragment, LaneSimulator
 from headway.embodied.simulators.gymnasium_lanes import SeparateLanes, VectorLanes
 from headway.embodied.simulators.opening import open_simulator
 from headway.records.errors import SimulatorFailed
+from headway.runtime.stalls.watchdog import Watchdog
 
 SEEDS = functools.partial(seed_of, 1, 0, 0)
 SCRIPTS = st.lists(
@@ -30,7 +31,7 @@ SCRIPTS = st.lists(
 
 def collected(simulator: LaneSimulator, steps: int, fragments: int) -> list[Fragment]:
     policy = NoisyPolicy(count_of(simulator.spaces))
-    block = LaneBlock(simulator, policy, simulator.spaces, seed=1, number=0, steps=steps)
+    block = LaneBlock(simulator, policy, simulator.spaces, seed=1, number=0, steps=steps, watchdog=Watchdog(60.0))
     return [block.collect(version) for version in range(fragments)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,13 @@ from headway.embodied.records import Fragment
 from headway.embodied.simulators.gymnasium_lanes import SeparateLanes, VectorLanes
 from headway.embodied.simulators.opening import open_simulator
 from headway.records.errors import SimulatorFailed
+from headway.runtime.stalls.watchdog import Watchdog
 
 SEEDS = functools.partial(seed_of, 1, 0, 0)
 
 
 def block_of(simulator: Any, policy: Any = None, **settings: Any) -> LaneBlock:
-    defaults = {"seed": 1, "number": 3, "steps": 4}
+    defaults = {"seed": 1, "number": 3, "steps": 4, "watchdog": Watchdog(60.0)}
     return LaneBlock(simulator, policy or NoisyPolicy(), simulator.spaces, **{**defaults, **settings})
 
 
@@ -204,17 +204,18 @@ def test_every_step_has_the_time_limit_to_itself():
             return super().step(action)
 
     class Timer:
+        def __enter__(self) -> Timer:
+            events.append("on")
+            return self
+
         def restart(self) -> None:
             events.append("restart")
 
-    @contextmanager
-    def limited(seconds: float) -> Any:
-        events.append(seconds)
-        yield Timer()
-        events.append("off")
+        def __exit__(self, *_: object) -> None:
+            events.append("off")
 
-    block = block_of(SeparateLanes([Noted()], SEEDS), limited=limited, step_timeout_s=40.0, steps=2)
+    block = block_of(SeparateLanes([Noted()], SEEDS), watchdog=Timer(), steps=2)
     block.collect(0)
-    assert events == [40.0, "reset", *["restart", "step"] * 2, "off"]
+    assert events == ["on", "reset", *["restart", "step"] * 2, "off"]
     block.collect(0)
-    assert events[7:] == [40.0, *["restart", "step"] * 2, "off"]
+    assert events[7:] == ["on", *["restart", "step"] * 2, "off"]

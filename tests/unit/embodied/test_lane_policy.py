@@ -11,7 +11,7 @@ import torch
 from made_fragments import CONTINUOUS, DISCRETE, PICTURE, experiment, observations
 
 from headway.embodied.learner import FragmentLearner
-from headway.embodied.policies import ActorCritic, LanePolicy, make_policy
+from headway.embodied.policies import ActorCritic, LanePolicy
 from headway.embodied.records import Box, Spaces
 
 PICTURES = Spaces(PICTURE, CONTINUOUS.actions)
@@ -20,7 +20,7 @@ CHANCE = np.random.default_rng(5)
 
 def opened(spaces: Spaces, **policy) -> tuple[LanePolicy, FragmentLearner]:
     settings = experiment(policy=policy)
-    acting, learner = make_policy(spaces, settings), FragmentLearner(settings, spaces, "cpu:0")
+    acting, learner = LanePolicy(spaces, settings.policy), FragmentLearner(settings, spaces, "cpu:0")
     mean = np.zeros(()) if spaces.observations.is_picture else np.arange(1.0, 6.0)
     weights = learner.weights()._replace(observation_mean=mean, observation_deviation=mean + 2.0)
     noise = 0.3 * np.random.default_rng(0).standard_normal(weights.parameters_p.shape)

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 from made_fragments import CONTINUOUS, experiment, fragment
 
+from headway.algorithms.values import Moments
 from headway.embodied.learner import FragmentLearner
-from headway.embodied.policies import make_policy
-from headway.embodied.statistics import RunningMoments, RunningStatistics
+from headway.embodied.policies import LanePolicy
+from headway.embodied.statistics import RunningStatistics
 
 
 @pytest.fixture(scope="module")
 def policy():
-    acting = make_policy(CONTINUOUS, experiment())
+    acting = LanePolicy(CONTINUOUS, experiment().policy)
     acting.load(FragmentLearner(experiment(), CONTINUOUS, "cpu:0").weights())
     return acting
 
@@ -36,19 +37,17 @@ def all_after(parts, discount: float = 0.9) -> RunningStatistics:
 def test_moments_of_parts_are_those_of_all_numbers():
     chance = np.random.default_rng(0)
     numbers = 1e4 + chance.standard_normal((103, 3)) * [1.0, 1e-3, 0.0]
-    moments = RunningMoments.none_of((3,))
-    for part in np.split(numbers, [1, 1, 40, 41]):
-        moments = moments.after(part)
+    moments = Moments.joined([Moments.of(part) for part in np.split(numbers, [1, 1, 40, 41])])
     np.testing.assert_allclose(moments.mean, numbers.mean(0), rtol=1e-12)
     np.testing.assert_allclose(moments.deviation[:2], numbers.std(0)[:2], rtol=1e-6)
     assert moments.deviation[2] == 1.0  # all are equal: nothing is divided by 0
     assert moments.count == 103
-    np.testing.assert_array_equal(RunningMoments.none_of((2,)).deviation, [1.0, 1.0])
+    np.testing.assert_array_equal(RunningStatistics.start((2,)).observations.deviation, [1.0, 1.0])
 
 
 def test_moments_of_float32_are_summed_in_float64():
     numbers = np.full(100_000, 16_777_217.0).astype(np.float32) + np.arange(100_000, dtype=np.float32)
-    moments = RunningMoments.none_of(()).after(numbers)
+    moments = Moments.of(numbers)
     assert moments.mean == pytest.approx(numbers.astype(np.float64).mean(), rel=1e-12)
 
 

@@ -18,6 +18,7 @@ from headway.embodied.records import Box, Discrete
 from headway.embodied.simulators.gymnasium_lanes import SeparateLanes, VectorLanes
 from headway.embodied.simulators.opening import open_simulator
 from headway.records.errors import ConfigurationError
+from headway.runtime.stalls.watchdog import Watchdog
 
 SEEDS = functools.partial(seed_of, 1, 0, 0)
 SPACES = {
@@ -124,7 +125,7 @@ def test_lanes_of_different_spaces_are_refused():
 def test_a_policy_for_other_spaces_is_refused():
     cartpole, points = opened("CartPole-v1"), opened("scripted_lanes:Scripted")
     with pytest.raises(ConfigurationError, match=r"block 3: .*Box\(4,\).*valid: observations Box\(2,\)"):
-        LaneBlock(cartpole, NoisyPolicy(), points.spaces, seed=1, number=3, steps=2)
+        LaneBlock(cartpole, NoisyPolicy(), points.spaces, seed=1, number=3, steps=2, watchdog=Watchdog(60.0))
 
 
 def test_pictures_need_a_render_mode():
