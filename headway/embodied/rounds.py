@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from headway.records.errors import AccountingError
 from headway.records.rollout import Ending
 
 COUNTS_FILE = "fragments.json"  # of a checkpoint
-_LOST = "failed: lost with its process"
 
 
 class FragmentCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,22 +22,18 @@ class FragmentCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     admitted: int = 0
     rounds: int = 0  # that have ended: number of the next one
-    ended: dict[str, int] = {}  # "ENDING: REASON" -> fragments
+    ended: tuple[tuple[Ending, str, int], ...] = ()  # ending, reason, fragments; a pair may stand several times
     lives: tuple[int, ...] = ()  # of each block: how often it was built again
     constructions: int = 0  # simulator objects
 
     def resumed(self, admitted: int) -> FragmentCounts:
         """The counts with which a run of ``admitted`` fragments, by its ledger, goes on from this checkpoint: all that
         have not ended in its steps have failed, because observations aren't kept; every block is built again."""
-        lost_count = max(admitted, self.admitted) - sum(self.ended.values())
-        failed_count = self.ended.get(_LOST, 0) + lost_count
-        return FragmentCounts(
-            admitted=max(admitted, self.admitted),
-            rounds=self.rounds,
-            ended=self.ended | ({_LOST: failed_count} if failed_count else {}),
-            lives=tuple(life + 1 for life in self.lives),
-            constructions=self.constructions,
-        )
+        admitted = max(admitted, self.admitted)
+        lost_count = admitted - sum(count for *_, count in self.ended)
+        ended = (*self.ended, ("failed", "lost with its process", lost_count)) if lost_count else self.ended
+        lives = tuple(life + 1 for life in self.lives)
+        return msgspec.structs.replace(self, admitted=admitted, ended=ended, lives=lives)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +57,9 @@ class Rounds:
         self.blocks, self._budget = blocks, budget
         self.admitted = counts.admitted
         self.accounting = Accounting()
-        ended: dict[tuple[Ending, str], int] = {}
-        for label, count in counts.ended.items():
-            ending, _, reason = label.partition(": ")
-            ended[msgspec.convert(ending, Ending), reason] = count
+        ended = Counter[tuple[Ending, str]]()
+        for ending, reason, count in counts.ended:
+            ended[ending, reason] += count
         self.accounting.restore(next_index=counts.admitted, open_members={}, ended=ended, failures={})
         self._open_groups = OpenGroups(blocks, budget, "wait")
         self._under_way: deque[Round] = deque()
@@ -133,7 +127,6 @@ class Rounds:
 
     def counts(self, lives: tuple[int, ...], constructions: int) -> FragmentCounts:
         """Counts for a checkpoint."""
-        ended = {f"{ending}: {reason}": count for (ending, reason), count in self.accounting.reasons.items()}
-        return FragmentCounts(
-            admitted=self.admitted, rounds=self.ended, ended=ended, lives=lives, constructions=constructions
-        )
+        ended = tuple((*pair, count) for pair, count in self.accounting.reasons.items())
+        totals = {"lives": lives, "constructions": constructions}
+        return FragmentCounts(admitted=self.admitted, rounds=self.ended, ended=ended, **totals)

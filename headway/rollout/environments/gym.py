@@ -170,15 +170,14 @@ class Gym(Environment):
         task_settings = episode.task.metadata.get(COLUMN) or {}
         arguments = {**self._arguments, **(task_settings.get("arguments") or {})}
         options = {"options": task_settings["options"]} if task_settings.get("options") else {}
-        start = {"seed": episode.state["seed"], **options}
 
         def reset(env: Any) -> str:
-            observation, info = env.reset(**start)
+            observation, info = env.reset(seed=episode.state["seed"], **options)
             return self._shows(observation, info, env)
 
         while True:
             game = self._games[episode.name] = self._pool.acquire(arguments)
-            text = await self._pool.begin(game, reset, start)
+            text = await self._pool.begin(game, reset)
             if text is not None:
                 return text
             self._pool.release(game)

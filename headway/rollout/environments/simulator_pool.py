@@ -14,7 +14,6 @@ from headway.rollout.single_thread_executor import SingleThreadExecutor
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0  # time for simulators to close when the pool does; those that hang are abandoned
-_MAX_FIRST_TEXTS = 4096
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,17 +40,16 @@ class SimulatorPool:
     Lifecycle of a simulator: *running* a game -> *idle* -> running the next one ... -> closed: if a call has failed or
     not returned by its game's end, if resets don't forget the game before, or as the longest idle one of too many.
 
-    Invariant: no more simulators are running and idle than have run at once; one more may be compared with them.
+    Invariant: no more simulators are running and idle than have run at once; two more are built once, to compare the
+    first used one with them.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
         """``make``: builds a simulator from its arguments."""
         self._make = make
-        self._running: set[GameSimulator] = set()
+        self._running = self._peak = 0  # and the most that have run at once
         self._idle: list[GameSimulator] = []  # the longest idle first
-        self._peak = 0  # most that have run at once
-        self._first_texts: dict[str, str] = {}  # arguments and start -> first observation of a new simulator
-        self._resets: str = "unknown"  # then new: like those of a new one; random: no two agree; or stale
+        self._is_stale: bool | None = None  # used simulators begin otherwise than new ones; None: not known yet
         self._comparing = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -62,54 +60,31 @@ class SimulatorPool:
             simulator = GameSimulator(arguments=arguments, executor=SingleThreadExecutor("gym"))
         else:
             self._idle.remove(simulator)
-        self._running.add(simulator)
-        self._peak = max(self._peak, len(self._running))
-        while len(self._running) + len(self._idle) > self._peak:
+        self._running += 1
+        self._peak = max(self._peak, self._running)
+        while self._running + len(self._idle) > self._peak:
             self._close(self._idle.pop(0))
         return simulator
 
     def release(self, simulator: GameSimulator) -> None:
         """Take back a simulator whose game has ended, or was abandoned."""
-        self._running.discard(simulator)
-        if simulator.is_healthy and self._resets != "stale":
+        self._running -= 1
+        if simulator.is_healthy and not self._is_stale:
             simulator.is_used = True
             self._idle.append(simulator)
         else:
             self._close(simulator)
 
-    async def begin(
-        self, simulator: GameSimulator, reset: Callable[[Any], str], start: Mapping[str, Any]
-    ) -> str | None:
-        """Begin a game by ``reset(env)``, and return the first observation; None: a used simulator doesn't begin like a
-        new one, and another must be acquired. ``start``: seed and options."""
+    async def begin(self, simulator: GameSimulator, reset: Callable[[Any], str]) -> str | None:
+        """Begin a game by ``reset(env)``, and return the first observation; None: used simulators don't begin like new
+        ones, and another must be acquired."""
         text = await self._first_text(simulator, reset)
-        case = json.dumps([simulator.arguments, start], default=repr)
         if not simulator.is_used:
-            self._first_texts[case] = text
-            if len(self._first_texts) > _MAX_FIRST_TEXTS:
-                del self._first_texts[next(iter(self._first_texts))]
             return text
-        expected_text = self._first_texts.get(case)
         async with self._comparing:
-            if self._resets == "random" or text == expected_text or (self._resets == "new" and expected_text is None):
-                return text
-            if self._resets == "stale":
-                return None
-            if expected_text is None:
-                expected_text = await self._first_text_of_new(simulator, reset)
-            if text == expected_text:
-                self._resets = "new"
-            elif expected_text != await self._first_text_of_new(simulator, reset):
-                self._resets = "random"
-            else:
-                self._resets = "stale"
-                self._close_idle()
-                _log.warning(
-                    "a used game doesn't begin like a new one (%s): its reset() forgets less than all, so a "
-                    "simulator is built for each rollout",
-                    case,
-                )
-            return None if self._resets == "stale" else text
+            if self._is_stale is None:
+                self._is_stale = await self._begins_otherwise(text, simulator.arguments, reset)
+        return None if self._is_stale else text
 
     async def stop(self) -> None:
         """Close all idle simulators."""
@@ -129,16 +104,28 @@ class SimulatorPool:
 
         return await simulator.run(build_and_reset)
 
-    async def _first_text_of_new(self, other: GameSimulator, reset: Callable[[Any], str]) -> str:
-        simulator = GameSimulator(arguments=other.arguments, executor=SingleThreadExecutor("gym"))
-        try:
-            return await self._first_text(simulator, reset)
-        finally:
-            self._close(simulator)
+    async def _begins_otherwise(self, text: str, arguments: Mapping[str, Any], reset: Callable[[Any], str]) -> bool:
+        """Whether the ``text`` of a used simulator isn't that of a new one, while two new ones have the same."""
+        new_texts: list[str] = []
+        for _ in range(2):
+            simulator = GameSimulator(arguments=arguments, executor=SingleThreadExecutor("gym"))
+            try:
+                new_texts.append(await self._first_text(simulator, reset))
+            finally:
+                self._close(simulator)
+            if new_texts[-1] == text or new_texts[-1] != new_texts[0]:
+                return False
+        self._close_idle()
+        _log.warning(
+            "a used game doesn't begin like a new one (%s): its reset() forgets less than all, so a simulator is built "
+            "for each rollout",
+            json.dumps(arguments, default=repr),
+        )
+        return True
 
     def _close(self, simulator: GameSimulator) -> None:
         """Close a simulator in its thread, without waiting: it may hang."""
-        task = asyncio.get_running_loop().create_task(simulator.executor.run(lambda: close_game(simulator.env)))
+        task = asyncio.get_running_loop().create_task(simulator.executor.run(close_game, simulator.env))
         self._closing.add(task)
         task.add_done_callback(lambda _: simulator.executor.end())
         task.add_done_callback(self._on_closed)

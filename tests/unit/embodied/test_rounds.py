@@ -57,7 +57,7 @@ def test_counts_of_a_checkpoint_have_what_is_open_and_a_resume_ends_it_failed():
     begin(rounds, 0, 2)
     rounds.end(rounds.take(0), skipped=False)
     counts = rounds.counts(lives=(0, 1), constructions=3)
-    assert (counts.admitted, counts.rounds, counts.ended) == (4, 1, {"trained: step": 2})
+    assert (counts.admitted, counts.rounds, counts.ended) == (4, 1, (("trained", "step", 2),))
     # Two further fragments began before the kill: four in all are lost.
     resumed = counts.resumed(admitted=6)
     assert (resumed.admitted, resumed.lives, resumed.constructions) == (6, (1, 2), 3)
@@ -67,9 +67,13 @@ def test_counts_of_a_checkpoint_have_what_is_open_and_a_resume_ends_it_failed():
     begin(later, 1, later.admissible(1, 5))
     later.end(later.take(1), skipped=False)
     ended = later.counts((1, 2), 3).resumed(admitted=10).ended
-    assert ended == {"trained: step": 4, "failed: lost with its process": 6}
+    assert ended == (
+        ("trained", "step", 4),
+        ("failed", "lost with its process", 4),
+        ("failed", "lost with its process", 2),
+    )
 
 
 def test_resume_without_a_checkpoint_loses_all_fragments():
-    assert FragmentCounts().resumed(admitted=4).ended == {"failed: lost with its process": 4}
-    assert FragmentCounts().resumed(admitted=0).ended == {}
+    assert FragmentCounts().resumed(admitted=4).ended == (("failed", "lost with its process", 4),)
+    assert FragmentCounts().resumed(admitted=0).ended == ()
