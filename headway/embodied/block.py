@@ -59,8 +59,8 @@ class LaneBlock:
     """Lanes of a simulator and their episodes, which go on from one fragment to the next.
 
     Lifecycle: built, with a simulator that wasn't reset -> ``collect`` any number of times, the first of which resets
-    the lanes. After an error it must be rebuilt: with ``life`` + 1, so that its lanes get other seeds, and the
-    ``fragments`` and ``constructions`` so far.
+    the lanes. After an error it must be rebuilt: with ``life`` + 1, so that its lanes get other seeds, and the number
+    of its next fragment as ``fragments``.
 
     Invariant: the noise of a fragment follows from (seed, number of the block, number of the fragment) alone, so that
     fragments don't depend on the worker that makes them."""
@@ -75,17 +75,15 @@ class LaneBlock:
         number: int,
         steps: int,
         life: int = 0,
-        fragments: int = 0,
-        constructions: int = 0,
         watchdog: Watchdog,
     ) -> None:
-        """``spaces``: those that the policy is made for. ``steps``: of a fragment. ``fragments``, ``constructions``: of
-        its former lives. ``watchdog``: ends the process in a step that takes longer than it allows. Raises
-        ConfigurationError if the simulator has other spaces."""
+        """``spaces``: those that the policy is made for. ``steps``: of a fragment. ``life``: how often it was rebuilt.
+        ``watchdog``: ends the process in a step that takes longer than it allows. Raises ConfigurationError if the
+        simulator has other spaces."""
         if simulator.spaces != spaces:
             raise ConfigurationError(f"block {number}: its simulator has {simulator.spaces}; valid: {spaces}")
-        self.number, self.life, self.fragments = number, life, fragments
-        self.constructions = constructions + simulator.constructions
+        self.number, self.life = number, life
+        self.fragments = 0  # number of the next one
         self._simulator, self._policy, self._spaces = simulator, policy, spaces
         self._seed, self._steps, self._watchdog = seed, steps, watchdog
         self._observations_b: Any = None
@@ -194,7 +192,7 @@ class LaneBlock:
             final_at=final_at,
             final_observations_n=finals_n,
             episodes=self._episodes(rows),
-            constructions=self.constructions,
+            constructions=(self.life + 1) * self._simulator.constructions,
             life=self.life,
             seconds=time.monotonic() - started_s,
             worker_bytes=resident_bytes(),

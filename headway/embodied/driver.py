@@ -229,17 +229,14 @@ class Training:
 
     def _conclude(self) -> None:
         """Check the accounting, and record it and the end. Raises AccountingError."""
-        accounting, problem = self._rounds.accounting, ""
+        accounting, step = self._rounds.accounting, self.version
+        data = accounting.data | {"open": accounting.open_rollouts, "admitted": accounting.admitted}
         try:
             self._rounds.check()
         except AccountingError as error:
-            problem = str(error)
-        data = accounting.data | {"open": accounting.open_rollouts, "admitted": accounting.admitted}
-        self._ledger.event(
-            EVENT_ACCOUNTING, problem or "balanced", step=self.version, balanced=int(not problem), **data
-        )
-        if problem:
-            raise AccountingError(problem)
+            self._ledger.event(EVENT_ACCOUNTING, str(error), step=step, balanced=0, **data)
+            raise
+        self._ledger.event(EVENT_ACCOUNTING, "balanced", step=step, balanced=1, **data)
         if not self._stopped.is_set():
             reason = "all steps" if self.version >= self._experiment.run.steps else "the time limit"
             self._ledger.event(EVENT_END, f"{reason}, at version {self.version}", step=self.version)
@@ -273,7 +270,7 @@ class Training:
         self._weights, is_skipped = report.weights, report.weights.version == version
         self._skipped = self._skipped + 1 if is_skipped else 0
         self._rounds.end(oldest, skipped=is_skipped)
-        self._lives, self._constructions = report.lives, report.constructions
+        self._lives, self._constructions = report.lives, int(report.counts["constructions"])
         self._plan_rounds()
         self._ledger.record(self._record(version, report))
         if self._skipped == MAX_SKIPPED:
@@ -291,7 +288,7 @@ class Training:
         endings, _, _ = self._rounds.accounting.take_recent()
         is_shared = bool({*settings.devices} & {*self._experiment.trainer.devices})
         yielded = report.compute_s / step_s if is_shared else 0.0
-        busy = report.simulate_s / (step_s * len(self._simulate))
+        busy = report.counts["simulate_s"] / (step_s * len(self._simulate))
         wait_s = step_s - report.compute_s - checkpoint_s
         self._episodes.extend(report.episodes)
         return StepRecord(
@@ -321,14 +318,8 @@ class Training:
                 self._episodes,
                 episodes=len(report.episodes),
                 cut=sum(report.lives) * settings.block_lanes,
-                transitions=report.transitions,
-                steps_per_s=report.transitions / step_s,
-                simulate_s=report.simulate_s,
-                device_wait_s=report.device_wait_s,
-                worker_bytes=report.worker_bytes,
-                learner_bytes=report.learner_bytes,
-                constructions=report.constructions,
-                rebuilt=sum(report.lives),
+                steps_per_s=report.counts["transitions"] / step_s,
+                **report.counts,
                 admitted=self._rounds.admitted + self._planned * blocks,
             ),
         )

@@ -105,7 +105,6 @@ class FragmentLearner:
         rate = learning_rate(self.version, self._trainer, self._total_steps)
         updates, skipped_minibatches = self._train(batch, rate)
         applied = [update for update in updates if math.isfinite(update.grad_norm)]
-        staleness = [self.version - fragment.version for fragment in fragments]
         if applied:
             self.version += 1
             if self._normalises_observations:
@@ -115,8 +114,6 @@ class FragmentLearner:
             **_metrics(batch.terms, applied, self._algorithm),
             "learning_rate": rate,
             "reward_scale": scale,
-            "staleness_mean": sum(staleness) / len(staleness),
-            "staleness_max": float(max(staleness)),
             "skipped_updates": float(len(updates) - len(applied)),
             SKIPPED_MINIBATCHES: float(skipped_minibatches),
         }
@@ -134,18 +131,11 @@ class FragmentLearner:
         return arrays | self._statistics.state() | {"version": np.array(self.version)}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Go on from a `state`. Raises ValueError for that of another policy."""
+        """Go on from a `state`. Raises RuntimeError for that of another policy."""
         tensors = {f"optimiser.{name}": tensor for name, tensor in self._moments.items()}
-        tensors["parameters"] = self._parameters_p
-        statistics, version = RunningStatistics.restored(arrays), int(arrays["version"])
-        shapes = {name: (tuple(tensor.shape), arrays[name].shape) for name, tensor in tensors.items()}
-        shapes["observations.mean"] = (self._statistics.observations.mean.shape, statistics.observations.mean.shape)
-        for name, (shape, stored_shape) in shapes.items():
-            if shape != stored_shape:
-                raise ValueError(f"{name} has shape {list(stored_shape)}, the policy's has {list(shape)}")
-        for name, tensor in tensors.items():
+        for name, tensor in {"parameters": self._parameters_p, **tensors}.items():
             tensor.copy_(torch.from_numpy(arrays[name].copy()))
-        self._statistics, self.version = statistics, version
+        self._statistics, self.version = RunningStatistics.restored(arrays), int(arrays["version"])
 
     def write(self, folder: Path) -> None:
         """Write the state into ``folder``, as a file that is there only when it is whole. Raises OSError."""
@@ -159,7 +149,7 @@ class FragmentLearner:
         file = folder / _FILE
         try:
             self.load(load_file(file))
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise CheckpointCorrupt(f"{file}: {error}") from error
 
     def _batch(self, fragments: Sequence[Fragment], scale: float) -> _Batch:

@@ -26,15 +26,10 @@ class LearnReport(NamedTuple):
 
     metrics: dict[str, float]
     versions: tuple[int, ...]  # of the fragments, by block
-    transitions: int
     episodes: tuple[EpisodeEnd, ...]  # that ended in them
     lives: tuple[int, ...]  # of the blocks
-    constructions: int  # simulator objects of all blocks, in this session
-    simulate_s: float  # summed over the fragments
-    device_wait_s: float  # for its devices
     compute_s: float
-    worker_bytes: int  # largest resident memory of a simulators' worker
-    learner_bytes: int  # resident memory of the learner
+    counts: dict[str, float]  # some of `EpisodeStatistics`, by their names
     weights: PolicyWeights  # of the next version
 
 
@@ -65,7 +60,6 @@ class Simulate(Worker):
                 number=number,
                 steps=settings.steps_per_fragment,
                 life=life,
-                constructions=life * simulator.constructions,
                 watchdog=self._watchdog,
             )
             self._blocks.append(block)
@@ -136,15 +130,18 @@ class Learn(Worker):
         return LearnReport(
             metrics=metrics,
             versions=tuple(fragment.version for fragment in taken),
-            transitions=sum(fragment.transitions for fragment in taken),
             episodes=tuple(episode for fragment in taken for episode in fragment.episodes),
             lives=tuple(fragment.life for fragment in taken),
-            constructions=sum(fragment.constructions for fragment in taken),
-            simulate_s=sum(fragment.seconds for fragment in taken),
-            device_wait_s=computing_s - arrived_s,
             compute_s=ended_s - computing_s,
-            worker_bytes=max(fragment.worker_bytes for fragment in taken),
-            learner_bytes=resident_bytes(),
+            counts={
+                "transitions": sum(fragment.transitions for fragment in taken),
+                "simulate_s": sum(fragment.seconds for fragment in taken),
+                "device_wait_s": computing_s - arrived_s,
+                "worker_bytes": max(fragment.worker_bytes for fragment in taken),
+                "learner_bytes": resident_bytes(),
+                "constructions": sum(fragment.constructions for fragment in taken),
+                "rebuilt": sum(fragment.life for fragment in taken),
+            },
             weights=weights,
         )
 

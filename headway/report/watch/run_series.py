@@ -64,18 +64,8 @@ _SECTIONS = {  # section of other series by the first part of their names; a par
     **dict.fromkeys(("loss", "ratio", "optimiser"), "Optimiser"),
     **dict.fromkeys(("length", "endings", "failures", "filtered", "pruning"), "Rollouts"),
 }
-_UNITS = (
-    "samples_per_s",
-    "tokens_per_s",
-    "steps_per_s",
-    "flop_per_s",
-    "groups",
-    "rollouts",
-    "tokens",
-    "steps",
-    "bytes",
-    "s",
-)
+_RATES = tuple(f"{counted}_per_s" for counted in ("samples", "tokens", "steps", "flop"))
+_UNITS = (*_RATES, "groups", "rollouts", "tokens", "steps", "bytes", "s")
 _KINDS = {
     **dict.fromkeys(("start", "resume", "interrupt", "replaying", "restored", "accounting", "end"), "restart"),
     **dict.fromkeys(("stalled", "stall_ended", "worker_stalled"), "stall"),

@@ -91,7 +91,7 @@ def test_steps_are_those_of_ppo_with_torch_modules_and_adam():
     assert learner.version == 1
     assert metrics["grad_norm"] > 0.5
     assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-    assert metrics["skipped_updates"] == metrics["skipped_minibatches"] == metrics["staleness_max"] == 0
+    assert metrics["skipped_updates"] == metrics["skipped_minibatches"] == 0
 
 
 @pytest.mark.parametrize("spaces", [CONTINUOUS, DISCRETE, PICTURES])
@@ -121,7 +121,7 @@ def test_checkpoint_of_another_policy_and_damaged_ones_are_refused_by_file(tmp_p
         learner.read(tmp_path)
     opened(policy={"hidden": [9]}).write(tmp_path)
     former = bits(learner)
-    with pytest.raises(CheckpointCorrupt, match=r"learner\.safetensors.*shape"):
+    with pytest.raises(CheckpointCorrupt, match=r"learner\.safetensors.*size"):
         learner.read(tmp_path)
     (tmp_path / "learner.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CheckpointCorrupt, match=r"learner\.safetensors"):
@@ -193,7 +193,6 @@ def test_correction_is_against_the_policy_of_the_steps_start():
     assert np.abs(stored - present).max() > 0.05
     np.testing.assert_allclose(terms.start_values_n, present, rtol=1e-3, atol=1e-4)
     metrics = learner.step(stale)
-    assert metrics["staleness_mean"] == metrics["staleness_max"] == 1
     assert metrics["behaviour_weight_max"] == pytest.approx(1.1)
 
 

@@ -24,7 +24,10 @@ SEEDS = functools.partial(seed_of, 1, 0, 0)
 
 def block_of(simulator: Any, policy: Any = None, **settings: Any) -> LaneBlock:
     defaults = {"seed": 1, "number": 3, "steps": 4, "watchdog": Watchdog(60.0)}
-    return LaneBlock(simulator, policy or NoisyPolicy(), simulator.spaces, **{**defaults, **settings})
+    fragments = settings.pop("fragments", 0)
+    block = LaneBlock(simulator, policy or NoisyPolicy(), simulator.spaces, **{**defaults, **settings})
+    block.fragments = fragments
+    return block
 
 
 def scripted_block(*faults: dict, **settings: Any) -> LaneBlock:
@@ -77,7 +80,7 @@ def test_blocks_are_the_same_beside_any_others(backend: str):
 
 
 def test_a_fragment_names_its_version_life_and_constructions():
-    block = scripted_block({}, {}, life=2, fragments=7, constructions=4)
+    block = scripted_block({}, {}, life=2, fragments=7)
     fragment = block.collect(11)
     assert (fragment.block, fragment.number, fragment.version, fragment.life) == (3, 7, 11, 2)
     assert fragment.constructions == 6
