@@ -169,13 +169,7 @@ class Training:
         shutil.rmtree(self._scratch, ignore_errors=True)
         folders = [str(self._scratch / "lives"), str(self._scratch / "learner")]
         self._simulate = await flow.workers(
-            "simulate",
-            Simulate,
-            experiment,
-            folders[0],
-            self._lives,
-            restarts=RESTARTS,
-            most_workers=settings.blocks,
+            "simulate", Simulate, experiment, folders[0], self._lives, restarts=RESTARTS, most_workers=settings.blocks
         )
         [(spaces, _, _), *_] = reports = await self._simulate.spaces()
         arguments = experiment, spaces, folders[1], "" if checkpoint is None else str(checkpoint)

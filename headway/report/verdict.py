@@ -27,12 +27,10 @@ _SIMULATOR_TERMS = {
     "the generator's devices": "the simulators' devices",
     "the generator": "the simulators",
     "more generators": "more simulators",
-    "Generation-bound": "Simulation-bound",
-    "Finished groups": "Finished fragments",
+    "generation-bound": "simulation-bound",
+    "finished groups": "finished fragments",
     "rollout": "fragment",
-    "Rollout": "Fragment",
     "trajectories": "fragments",
-    "Trajectories": "Fragments",
 }  # words of texts on the balance -> those of runs in simulators
 _NOT_MEASURED = "Not measured, too many attempts failed"
 
@@ -112,8 +110,7 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
     is_within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
     learning, rate_change, change_error, learning_text = judge_learning(lines)
     failed, untrained_event = failures(lines), _untrained(lines)
-    has_simulators = bool(steps) and steps[-1].episodes is not None
-    word = _in_simulators if has_simulators else str
+    word = _in_simulators if steps and steps[-1].episodes else str
     is_alarm = untrained_event is not None and untrained_event.event == EVENT_NO_PROGRESS
     no_failures = "No recorded step shows a cause, but no step completes." if is_alarm else "Nothing."
     return Judgement(
@@ -144,7 +141,7 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
 def _in_simulators(text: str) -> str:
     """Reword a text for a run in simulators, in whose processes the policy acts."""
     for term, simulators_term in _SIMULATOR_TERMS.items():
-        text = text.replace(term, simulators_term)
+        text = text.replace(term, simulators_term).replace(term.capitalize(), simulators_term.capitalize())
     return text
 
 

@@ -123,16 +123,12 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> Section:
 
 def _video(view: RunView) -> list[Section]:
     """Return a section with the newest video of an evaluation's episode, if it is small enough for a page."""
-    paths = sorted((view.path / "videos").glob("*.gif"))[-1:]
-    return [
-        {
-            "title": "An episode of the last evaluation",
-            "sentences": [f"Its first one ({path.name}); videos/ has those before."],
-            "picture": "data:image/gif;base64," + base64.b64encode(path.read_bytes()).decode("ascii"),
-        }
-        for path in paths
-        if is_inside(path, view.path) and path.stat().st_size <= _MAX_VIDEO_BYTES
-    ]
+    path = max((view.path / "videos").glob("*.gif"), default=None)
+    if path is None or not is_inside(path, view.path) or path.stat().st_size > _MAX_VIDEO_BYTES:
+        return []
+    sentences = [f"Its first one ({path.name}); videos/ has those before."]
+    picture = "data:image/gif;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
+    return [{"title": "An episode of the last evaluation", "sentences": sentences, "picture": picture}]
 
 
 def _plan(view: RunView, problems: list[str]) -> list[Section]:
