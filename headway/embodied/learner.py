@@ -39,7 +39,7 @@ class _Batch(NamedTuple):
     terms: LossTerms
 
     def rows(self, idx_m: Array | slice) -> _Batch:
-        """Those of the indices ``idx_m``."""
+        """Return those of the indices ``idx_m``."""
         idx = idx_m if isinstance(idx_m, slice) else torch.from_numpy(idx_m).to(self.inputs_n.device)
         return _Batch(self.inputs_n[idx], self.actions_n[idx], self.terms.rows(idx_m))
 

@@ -53,7 +53,7 @@ class LossTerms(NamedTuple):
     start_values_n: Array  # at the step's start, or as they were stored
 
     def rows(self, idx_m: Array | slice) -> LossTerms:
-        """Those of the indices ``idx_m``."""
+        """Return those of the indices ``idx_m``."""
         return LossTerms(*(numbers_n[idx_m] for numbers_n in self))
 
 
@@ -104,8 +104,8 @@ def minibatch_loss(
     logprobs_m: Array, values_m: Array, terms: LossTerms, algorithm: EmbodiedAlgorithmConfig
 ) -> MinibatchLoss:
     """PPO's clipped surrogate of π / π_prox (2017, Eq. 7) times the weights, with advantages normalised over the
-    minibatch: `trainer.losses.decoupled_ppo` and its derivative; and the squared error of values, with ``value_clip``
-    twice `trainer.critic.value_loss.clipped_value_loss`."""
+    minibatch, as `decoupled_ppo` of the trainer, with its derivative; and the squared error of values, with
+    ``value_clip`` twice the trainer's `clipped_value_loss`."""
     count, advantages_m = len(values_m), terms.advantages_n
     if count > 1:
         advantages_m = (advantages_m - advantages_m.mean()) / (advantages_m.std(ddof=1) + _LEAST_DEVIATION)

@@ -74,6 +74,7 @@ def test_actions_are_clipped_and_only_first_episodes_count(tmp_path: Path, monke
 
 def test_episodes_that_never_end_are_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(evaluation, "MAX_STEPS", 3)
+    monkeypatch.setattr(Towards, "act_greedily", lambda policy, observations_b: np.zeros((len(observations_b), 1)))
     endless = evaluated(tmp_path, 0, 1, simulator={"arguments": {"length": 10_000}})
     assert endless.unfinished + len(endless.episodes) == 10
     assert endless.unfinished > 0
