@@ -19,7 +19,7 @@ from headway.config.model import hf_name
 from headway.config.objective.critic import ADAPTER, TRUNK
 from headway.config.removed import replacement_of
 from headway.config.schema import Experiment
-from headway.config.simulation import SimulatorExperiment
+from headway.config.simulation import AnyExperiment, SimulatorExperiment
 from headway.records.errors import ConfigurationError
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -256,7 +256,7 @@ def model_folders(experiment: Experiment) -> dict[str, str]:
     return {key: folder for key, folder in folder_by_key.items() if folder not in ("", SELF, TRUNK, ADAPTER)}
 
 
-def flatten(experiment: Experiment | SimulatorExperiment) -> dict[str, Any]:
+def flatten(experiment: AnyExperiment) -> dict[str, Any]:
     """Return a mapping of ``section.key`` to JSON values, with nested tables flattened."""
     return dict(_walk("", json.loads(experiment.model_dump_json())))
 
@@ -316,7 +316,7 @@ def is_resumable(key: str) -> bool:
     )
 
 
-def _effective(experiment: Experiment | SimulatorExperiment) -> dict[str, Any]:
+def _effective(experiment: AnyExperiment) -> dict[str, Any]:
     """Flatten the experiment, with the effective length of the decay in ``trainer.schedule_steps``, so that a resume
     that trains for longer can't silently change the learning rates of replayed steps."""
     flat = flatten(experiment)
@@ -335,7 +335,7 @@ def _effective(experiment: Experiment | SimulatorExperiment) -> dict[str, Any]:
     return flat
 
 
-def require_resumable(stored: Experiment | SimulatorExperiment, requested: Experiment | SimulatorExperiment) -> None:
+def require_resumable(stored: AnyExperiment, requested: AnyExperiment) -> None:
     """Raise ConfigurationError naming every key that differs but may not change on resume."""
     old_values, new_values = _effective(stored), _effective(requested)
     changed_keys = sorted(

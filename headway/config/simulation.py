@@ -173,3 +173,6 @@ class SimulatorExperiment(Section):
                 "fragment is under way; valid: a budget of 0"
             )
         return self
+
+
+AnyExperiment = Experiment | SimulatorExperiment

@@ -160,12 +160,15 @@ class Training:
         """Start the workers and take up the newest checkpoint, if the run is resumed. Raises ConfigurationError for
         simulators or spaces that can't be used."""
         experiment, settings = self._experiment, self._experiment.simulator
-        lines = read_ledger(self._directory.path)
-        checkpoint, counts = self._newest_checkpoint()
+        path, lines = self._directory.path, read_ledger(self._directory.path)
+        checkpoint = latest_valid(path, lambda error: self._ledger.event("checkpoint_corrupt", str(error)))
+        counts = FragmentCounts(lives=(0,) * settings.blocks)
+        if checkpoint is not None:
+            counts = msgspec.json.decode((checkpoint / COUNTS_FILE).read_bytes(), type=FragmentCounts)
         if self._resume:
             counts = counts.resumed(max(map(_admitted, lines), default=0))
         self._best_return = max((line.reward_mean for line in evaluations(lines)), default=self._best_return)
-        self._lives, self._constructions = counts.lives or (0,) * settings.blocks, counts.constructions
+        self._lives = counts.lives
         shutil.rmtree(self._scratch, ignore_errors=True)
         folders = [str(self._scratch / "lives"), str(self._scratch / "learner")]
         self._simulate = await flow.workers(
@@ -192,14 +195,6 @@ class Training:
     def version(self) -> int:
         """Of the present weights."""
         return self._weights.version
-
-    def _newest_checkpoint(self) -> tuple[Path | None, FragmentCounts]:
-        checkpoint = latest_valid(
-            self._directory.path, lambda error: self._ledger.event("checkpoint_corrupt", str(error))
-        )
-        if checkpoint is None:
-            return None, FragmentCounts()
-        return checkpoint, msgspec.json.decode((checkpoint / COUNTS_FILE).read_bytes(), type=FragmentCounts)
 
     async def _train(self, flow: Flow) -> None:
         """Train until no round is left; ends with a checkpoint."""
@@ -264,7 +259,7 @@ class Training:
         self._weights, is_skipped = report.weights, report.weights.version == version
         self._skipped = self._skipped + 1 if is_skipped else 0
         self._rounds.end(oldest, skipped=is_skipped)
-        self._lives, self._constructions = report.lives, int(report.counts["constructions"])
+        self._lives = report.lives
         self._plan_rounds()
         self._ledger.record(self._record(version, report))
         if self._skipped == MAX_SKIPPED:
@@ -331,8 +326,7 @@ class Training:
         """Write the learner and the counts of fragments into a folder, atomically."""
         scratch = begin_folder(path)
         await self._learn.save(self.version, str(scratch))
-        counts = self._rounds.counts(self._lives, self._constructions)
-        (scratch / COUNTS_FILE).write_bytes(msgspec.json.encode(counts))
+        (scratch / COUNTS_FILE).write_bytes(msgspec.json.encode(self._rounds.counts(self._lives)))
         commit_folder(path, CheckpointState(version=self.version, metrics=metrics))
 
     async def _evaluate(self) -> None:

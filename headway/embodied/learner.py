@@ -197,8 +197,8 @@ class FragmentLearner:
     def _train(self, batch: _Batch, rate: float) -> tuple[list[_Update], int]:
         """Take the optimiser steps of all passes; returns them, and the number of minibatches that an early stop left
         out. The order of a pass follows from (seed, version, pass)."""
-        count, size, updates = len(batch.inputs_n), self._trainer.minibatch, list[_Update]()
-        limit, passes = self._trainer.max_grad_norm, self._trainer.passes
+        count, updates = len(batch.inputs_n), list[_Update]()
+        size, passes, limit = self._trainer.minibatch, self._trainer.passes, self._trainer.max_grad_norm
         settings = OptimiserSettings(learning_rate=rate, beta2=_BETA2, epsilon=_EPSILON, max_grad_norm=limit)
         for number in range(passes):
             key = np.array([self._seed % 2**64, _SHUFFLES + self.version], np.uint64)  # a list would become floats
@@ -217,8 +217,11 @@ class FragmentLearner:
         logprobs_m, entropy = self._scores(outputs_m, batch.actions_n)
         scores = (scores_m.detach().cpu().numpy() for scores_m in (logprobs_m, values_m))
         loss = minibatch_loss(*scores, batch.terms, self._algorithm)
-        if may_stop and self._exceeds_early_stop(loss):
-            return None
+        limits = self._algorithm.early_stop_kl, self._algorithm.early_stop_ratio
+        if may_stop and limits != (None, None):
+            changes = zip(ratio_changes(loss.log_ratios_m), limits, strict=True)
+            if any(limit is not None and change > limit for change, limit in changes):
+                return None
         outputs, slopes = [logprobs_m, values_m], [self._tensor(loss.by_logprobs_m), self._tensor(loss.by_values_m)]
         if coefficient := self._algorithm.entropy_coefficient:
             outputs.append(entropy)
@@ -231,13 +234,6 @@ class FragmentLearner:
             self._parameters_p.grad = gradient_p.mul_(min(1.0, settings.max_grad_norm / (grad_norm + 1e-6)))
             self._optimiser.step(settings)
         return _Update(loss, float(entropy.detach()), grad_norm)
-
-    def _exceeds_early_stop(self, loss: MinibatchLoss) -> bool:
-        limits = self._algorithm.early_stop_kl, self._algorithm.early_stop_ratio
-        if limits == (None, None):
-            return False
-        changes = ratio_changes(loss.log_ratios_m)
-        return any(limit is not None and mean > limit for mean, limit in zip(changes, limits, strict=True))
 
 
 def _metrics(terms: LossTerms, updates: Sequence[_Update], algorithm: EmbodiedAlgorithmConfig) -> dict[str, float]:

@@ -135,10 +135,8 @@ class LanePolicy:
             noise_b = noise_b.reshape(len(noise_b), -1)
         log_deviations = loaded.parameters["log_deviations"]
         actions_b, logprobs_b = loaded.network.distribution.sample(outputs_b, log_deviations, loaded.convert(noise_b))
-        actions_b = self._shaped(actions_b)
-        if isinstance(observations_b, np.ndarray):
-            return np.asarray(actions_b), np.asarray(logprobs_b), np.asarray(values_b)
-        return actions_b, logprobs_b, values_b
+        convert = np.asarray if isinstance(observations_b, np.ndarray) else lambda tensor_b: tensor_b
+        return convert(self._shaped(actions_b)), convert(logprobs_b), convert(values_b)
 
     def act_greedily(self, observations_b: Any) -> Any:
         """Return the likeliest actions of lanes [b, ...] (of squashed ones the median)."""

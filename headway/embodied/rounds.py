@@ -23,8 +23,7 @@ class FragmentCounts(msgspec.Struct, frozen=True, kw_only=True):
     admitted: int = 0
     rounds: int = 0  # that have ended: number of the next one
     ended: tuple[tuple[Ending, str, int], ...] = ()  # ending, reason, fragments; a pair may stand several times
-    lives: tuple[int, ...] = ()  # of each block: how often it was built again
-    constructions: int = 0  # simulator objects
+    lives: tuple[int, ...]  # of each block: how often it was built again
 
     def resumed(self, admitted: int) -> FragmentCounts:
         """The counts with which a run of ``admitted`` fragments, by its ledger, goes on from this checkpoint: all that
@@ -125,8 +124,7 @@ class Rounds:
         """Compare the accounting with the rounds. Raises AccountingError."""
         self.accounting.check(admitted=self.admitted, open_now=self.open_fragments)
 
-    def counts(self, lives: tuple[int, ...], constructions: int) -> FragmentCounts:
+    def counts(self, lives: tuple[int, ...]) -> FragmentCounts:
         """Counts for a checkpoint."""
         ended = tuple((*pair, count) for pair, count in self.accounting.reasons.items())
-        totals = {"lives": lives, "constructions": constructions}
-        return FragmentCounts(admitted=self.admitted, rounds=self.ended, ended=ended, **totals)
+        return FragmentCounts(admitted=self.admitted, rounds=self.ended, ended=ended, lives=lives)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
-from headway.config.simulation import SimulatorExperiment
+from headway.config.simulation import AnyExperiment, SimulatorExperiment
 from headway.control.alerts import AlertTracker
 from headway.control.tuning.diagnosis import Diagnosis, Recommendation, device_splits, diagnose
 from headway.control.tuning.ledger_model import shape_of
@@ -99,9 +99,7 @@ def alerts_of(lines: Sequence[LedgerLine]) -> tuple[str, ...]:
     return tuple(recorded_texts or replayed_texts)
 
 
-def device_costs(
-    view: RunView, experiment: Experiment | SimulatorExperiment, usd_per_device_hour: float | None
-) -> DeviceCosts:
+def device_costs(view: RunView, experiment: AnyExperiment, usd_per_device_hour: float | None) -> DeviceCosts:
     """Compute ``costs_of`` a run's steps; a simulated run has recorded the number of devices in its scenario."""
     event_data = next((event.data for event in view.events if event.event == EVENT_SIMULATED), {})
     per_replica, trainer_devices = (int(event_data.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))
@@ -123,7 +121,7 @@ def stored_experiment(view: RunView) -> Experiment:
 
 def costs_of(
     steps: Sequence[StepRecord],
-    experiment: Experiment | SimulatorExperiment,
+    experiment: AnyExperiment,
     usd_per_device_hour: float | None,
     per_replica: int = 1,
     trainer_devices: int | None = None,

@@ -15,8 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headway.config.schema import Experiment
-from headway.config.simulation import SimulatorExperiment
+from headway.config.simulation import AnyExperiment
 from headway.control.summaries import pooled, weighted_mean
 from headway.control.tuning.balance import waits_of
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PassAt, SourceScore, StepRecord
@@ -50,7 +49,7 @@ _COLOURS = {
 class LiveState:
     """The state of a run after its ledger lines so far. It has no clock and no terminal; those belong to the views."""
 
-    def __init__(self, experiment: Experiment | SimulatorExperiment, usd_per_device_hour: float | None = None) -> None:
+    def __init__(self, experiment: AnyExperiment, usd_per_device_hour: float | None = None) -> None:
         self.experiment = experiment
         self.usd_per_device_hour = usd_per_device_hour
         self.lost_h = Counter[str]()  # cause -> device-hours, as in DeviceCosts
@@ -369,7 +368,7 @@ class LiveView:
 
     def __init__(
         self,
-        experiment: Experiment | SimulatorExperiment,
+        experiment: AnyExperiment,
         console: Console | None = None,
         now: Callable[[], float] = time.monotonic,
         usd_per_device_hour: float | None = None,

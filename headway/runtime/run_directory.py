@@ -13,7 +13,7 @@ import msgspec
 
 from headway.config.load import placed_experiment, require_resumable, validate, validate_experiment
 from headway.config.schema import Experiment
-from headway.config.simulation import SimulatorExperiment
+from headway.config.simulation import AnyExperiment, SimulatorExperiment
 from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayError
 from headway.records.plan import PlacementFile, RunPlacement
 from headway.runtime.file_lock import FileLock
@@ -85,7 +85,7 @@ class RunDirectory:
             raise ConfigurationError(f"{self.path} trains a policy in simulators; valid here: a language model's run")
         return validate_experiment(raw_settings, str(self.config))
 
-    def read_any_experiment(self) -> Experiment | SimulatorExperiment:
+    def read_any_experiment(self) -> AnyExperiment:
         """`read_experiment`, also of a policy in simulators."""
         raw_settings = self._read_settings()
         schema = SimulatorExperiment if "simulator" in raw_settings else Experiment
@@ -102,13 +102,11 @@ class RunDirectory:
             raise ConfigurationError(f"{self.config} is damaged: a JSON object is needed")
         return without_schema(cast("dict[str, Any]", raw_settings), self.path)
 
-    def store(self, experiment: Experiment | SimulatorExperiment) -> None:
+    def store(self, experiment: AnyExperiment) -> None:
         """Write the experiment, and the schema of the run's files, to RUN/config.json. Raises as `write_json`."""
         self.write_json(self.config, {KEY: SCHEMA, **json.loads(experiment.model_dump_json())})
 
-    def begin(
-        self, experiment: Experiment | SimulatorExperiment, *, resume: bool
-    ) -> Experiment | SimulatorExperiment | None:
+    def begin(self, experiment: AnyExperiment, *, resume: bool) -> AnyExperiment | None:
         """Lock the folder, make its layout and store ``experiment``; returns the experiment stored before, if any.
 
         Raises RunLocked when another process holds it, ConfigurationError when a new run would overwrite an old
@@ -150,9 +148,7 @@ class RunDirectory:
         self._accounting_lock = FileLock(folder / "lock", "cluster.accounting_directory", folder)
         self._accounting_lock.acquire()
 
-    def _admit(
-        self, experiment: Experiment | SimulatorExperiment, resume: bool, buffer: Path
-    ) -> Experiment | SimulatorExperiment | None:
+    def _admit(self, experiment: AnyExperiment, resume: bool, buffer: Path) -> AnyExperiment | None:
         self.require_startable(resume=resume)
         if not resume:
             if experiment.cluster.accounting_directory is not None and buffer.exists():

@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headway.config.schema import Experiment
-from headway.config.simulation import SimulatorExperiment
+from headway.config.simulation import AnyExperiment, SimulatorExperiment
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
 from headway.report.doctor import costs_of
@@ -82,7 +81,7 @@ class RunTail:
         self.stalls: dict[str, tuple[int, EventRecord]] = {}  # worker -> its stall, while it lasts
         self.alerts: dict[str, tuple[int, EventRecord]] = {}  # rule -> its alert, while it holds
 
-    def _experiment(self) -> Experiment | SimulatorExperiment | None:
+    def _experiment(self) -> AnyExperiment | None:
         directory = RunDirectory(self.path)
         try:
             if directory.config.exists() and not is_inside(directory.config, self.path):

@@ -69,7 +69,7 @@ class AlertCommand(Exporter):
 
     def __init__(self, context: ExporterContext) -> None:
         """Raises ConfigurationError if the command's program doesn't exist."""
-        self._command = require_command(context.language_experiment.alerts.command)
+        self._command = require_command(context.experiment.alerts.command)
         self._folder = context.folder.resolve()
         self.destination = self._command[0]
 
@@ -84,7 +84,7 @@ class AlertWebhook(Exporter):
 
     def __init__(self, context: ExporterContext) -> None:
         """Raises ConfigurationError if the variable isn't set, or holds no URL of http or https."""
-        variable_name = context.language_experiment.alerts.webhook_env
+        variable_name = context.experiment.alerts.webhook_env
         self._url, self._folder = webhook_url(variable_name), context.folder.resolve()
         self.destination = f"${variable_name}"
 

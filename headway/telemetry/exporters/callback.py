@@ -15,7 +15,7 @@ class CallbackExporter(Exporter):
 
     def __init__(self, context: ExporterContext) -> None:
         """Load the function. Raises ConfigurationError if it can't be imported or takes other arguments."""
-        self._hook = load_logging_callback(context.language_experiment.hooks.logging)
+        self._hook = load_logging_callback(context.experiment.hooks.logging)
         self.destination = self._hook.name
 
     def line(self, line: LedgerLine) -> None:

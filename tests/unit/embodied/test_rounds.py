@@ -18,7 +18,7 @@ def begin(rounds: Rounds, version: int, count: int) -> None:
 @settings(deadline=None)
 @given(blocks=st.integers(1, 5), budget=st.integers(0, 3), steps=st.integers(1, 12), data=st.data())
 def test_rounds_stay_within_the_budget_and_none_is_left(blocks: int, budget: int, steps: int, data: st.DataObject):
-    rounds, version, largest = Rounds(blocks, budget, FragmentCounts()), 0, 0
+    rounds, version, largest = Rounds(blocks, budget, FragmentCounts(lives=())), 0, 0
     numbers: list[int] = []
     while version < steps:
         begin(rounds, version, rounds.admissible(version, steps))
@@ -37,7 +37,7 @@ def test_rounds_stay_within_the_budget_and_none_is_left(blocks: int, budget: int
 
 
 def test_too_many_rounds_at_one_version_break_the_budget():
-    rounds = Rounds(2, 1, FragmentCounts())
+    rounds = Rounds(2, 1, FragmentCounts(lives=()))
     begin(rounds, 0, 3)
     for step in range(2):
         with pytest.raises((BudgetExceeded, AccountingError)):
@@ -45,7 +45,7 @@ def test_too_many_rounds_at_one_version_break_the_budget():
 
 
 def test_accounting_that_was_tampered_with_doesnt_balance():
-    rounds = Rounds(2, 0, FragmentCounts())
+    rounds = Rounds(2, 0, FragmentCounts(lives=()))
     begin(rounds, 0, 1)
     rounds.accounting.end(1, 0, "failed", "elsewhere")
     with pytest.raises(AccountingError, match="1 rollouts are open in the accounting, 2 in the system"):
@@ -53,20 +53,20 @@ def test_accounting_that_was_tampered_with_doesnt_balance():
 
 
 def test_counts_of_a_checkpoint_have_what_is_open_and_a_resume_ends_it_failed():
-    rounds = Rounds(2, 1, FragmentCounts())
+    rounds = Rounds(2, 1, FragmentCounts(lives=()))
     begin(rounds, 0, 2)
     rounds.end(rounds.take(0), skipped=False)
-    counts = rounds.counts(lives=(0, 1), constructions=3)
+    counts = rounds.counts(lives=(0, 1))
     assert (counts.admitted, counts.rounds, counts.ended) == (4, 1, (("trained", "step", 2),))
     # Two further fragments began before the kill: four in all are lost.
     resumed = counts.resumed(admitted=6)
-    assert (resumed.admitted, resumed.lives, resumed.constructions) == (6, (1, 2), 3)
+    assert (resumed.admitted, resumed.lives) == (6, (1, 2))
     later = Rounds(2, 1, resumed)
     assert later.accounting.endings == {"trained": 2, "failed": 4}
     assert later.next_number == 1
     begin(later, 1, later.admissible(1, 5))
     later.end(later.take(1), skipped=False)
-    ended = later.counts((1, 2), 3).resumed(admitted=10).ended
+    ended = later.counts((1, 2)).resumed(admitted=10).ended
     assert ended == (
         ("trained", "step", 4),
         ("failed", "lost with its process", 4),
@@ -75,5 +75,5 @@ def test_counts_of_a_checkpoint_have_what_is_open_and_a_resume_ends_it_failed():
 
 
 def test_resume_without_a_checkpoint_loses_all_fragments():
-    assert FragmentCounts().resumed(admitted=4).ended == (("failed", "lost with its process", 4),)
-    assert FragmentCounts().resumed(admitted=0).ended == ()
+    assert FragmentCounts(lives=()).resumed(admitted=4).ended == (("failed", "lost with its process", 4),)
+    assert FragmentCounts(lives=()).resumed(admitted=0).ended == ()
