@@ -201,23 +201,16 @@ class LaneBlock:
 
     def _episodes(self, rows: _Rows) -> tuple[EpisodeEnd, ...]:
         """Return the episodes that ended, and keep the sums of those under way."""
-        begins_b = np.zeros(self._simulator.lanes, np.int64)  # steps at which the present episodes begin
+        rewards_tb = self._rewards_b + np.cumsum(rows.rewards_tb, axis=0)
+        lengths_tb = self._lengths_b + np.cumsum(rows.counted_tb, axis=0)
+        ended_rewards_b, ended_lengths_b = np.zeros_like(self._rewards_b), np.zeros_like(self._lengths_b)
         episodes: list[EpisodeEnd] = []
         for t, lane in np.argwhere(rows.terminated_tb | rows.truncated_tb).tolist():
-            steps = slice(begins_b[lane], t + 1)
-            episodes.append(
-                EpisodeEnd(
-                    lane=lane,
-                    reward=float(self._rewards_b[lane] + rows.rewards_tb[steps, lane].sum()),
-                    steps=int(self._lengths_b[lane] + rows.counted_tb[steps, lane].sum()),
-                    success=rows.successes.get((t, lane)),
-                )
-            )
-            self._rewards_b[lane] = self._lengths_b[lane] = 0
-            begins_b[lane] = t + 1
-        open_tb = np.arange(self._steps)[:, None] >= begins_b
-        self._rewards_b += np.where(open_tb, rows.rewards_tb, 0.0).sum(axis=0)
-        self._lengths_b += (open_tb & rows.counted_tb).sum(axis=0)
+            reward, steps = rewards_tb[t, lane] - ended_rewards_b[lane], lengths_tb[t, lane] - ended_lengths_b[lane]
+            success = rows.successes.get((t, lane))
+            episodes.append(EpisodeEnd(lane=lane, reward=float(reward), steps=int(steps), success=success))
+            ended_rewards_b[lane], ended_lengths_b[lane] = rewards_tb[t, lane], lengths_tb[t, lane]
+        self._rewards_b, self._lengths_b = rewards_tb[-1] - ended_rewards_b, lengths_tb[-1] - ended_lengths_b
         return tuple(episodes)
 
     def _require_finite(self, rows: _Rows, steps: int) -> None:

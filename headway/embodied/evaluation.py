@@ -103,28 +103,24 @@ class _GreedyPolicy:
 
 
 class _Frames:
-    """The frames of a video: at most some hundred small ones, at equal distances in the episode."""
+    """The frames of a video: the first ones of an episode, small."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
         self._pictures: list[Array] = []
-        self._stride, self._steps = 1, 0
         self._problem = ""
 
     def add(self, simulator: LaneSimulator) -> None:
-        """Add a picture of the first lane, every so many steps."""
-        self._steps += 1
-        if self._problem or (self._steps - 1) % self._stride:
+        """Add a picture of the first lane, unless there are enough."""
+        if self._problem or len(self._pictures) == _MAX_FRAMES:
             return
         try:
             picture = simulator.render()
         except ConfigurationError as error:
             self._problem = str(error)
-            return
-        scale = -(-max(picture.shape[:2]) // _MAX_PIXELS)
-        self._pictures.append(np.ascontiguousarray(picture[::scale, ::scale]))
-        if len(self._pictures) > _MAX_FRAMES:
-            self._pictures, self._stride = self._pictures[::2], 2 * self._stride
+        else:
+            scale = -(-max(picture.shape[:2]) // _MAX_PIXELS)
+            self._pictures.append(np.ascontiguousarray(picture[::scale, ::scale]))
 
     def save(self, steps: int) -> str:
         """Write the GIF of the first ``steps`` steps; returns why there is none, or ""."""
@@ -135,6 +131,6 @@ class _Frames:
         except ImportError:
             return "videos need the package pillow: pip install 'headway[simulators]'"
         self._path.parent.mkdir(exist_ok=True)
-        first, *others = [Image.fromarray(picture) for picture in self._pictures[: -(-steps // self._stride)]]
-        first.save(self._path, save_all=True, append_images=others, duration=_FRAME_MS * self._stride, loop=0)
+        first, *others = [Image.fromarray(picture) for picture in self._pictures[:steps]]
+        first.save(self._path, save_all=True, append_images=others, duration=_FRAME_MS, loop=0)
         return ""

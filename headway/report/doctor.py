@@ -111,10 +111,6 @@ def stored_experiment(view: RunView) -> Experiment:
     configuration can't be read."""
     if not view.configuration:
         raise ConfigurationError(f"{view.path}/config.json can't be read: without it a ledger can't be interpreted")
-    if "simulator" in view.configuration:
-        raise ConfigurationError(
-            f"{view.path} trains a policy in simulators; valid: a language model's run (headway report reads both)"
-        )
     experiment = validate_experiment(view.configuration, f"{view.path}/config.json")
     return with_saved_placement(experiment, RunDirectory(view.path))
 
