@@ -52,15 +52,12 @@ def load(
     return load_experiment(path, overrides, resume=resume, machine=machine, ranks_of=ranks_of)
 
 
-def names_simulator(path: str) -> bool:
-    """Whether the experiment file has ``[simulator]``. A file that can't be read has none: its reader reports it."""
+def names_simulator(context: typer.Context, path: str) -> bool:
+    """Whether the experiment file has ``[simulator]``. Raises as `load` does."""
     from headway.config.load import read_toml
-    from headway.records.errors import ConfigurationError
 
-    try:
-        return "simulator" in read_toml(path)
-    except ConfigurationError:
-        return False
+    given_overrides(context)
+    return "simulator" in read_toml(path)
 
 
 def load_policy(context: typer.Context, path: str, *settings: str) -> SimulatorExperiment:

@@ -60,7 +60,7 @@ def train(
     if machine:
         raise ConfigurationError(f"--machine {machine} describes a machine: valid with check; train runs on this one")
     run: Callable[..., RunSummary]
-    if experiments.names_simulator(config):
+    if experiments.names_simulator(context, config):
         from headway.embodied.driver import train as run
         from headway.embodied.preflight import findings, plan_rows
 
@@ -174,7 +174,7 @@ def check(
 
     Any key of the experiment file can be given as --section.key=value.
     """
-    if experiments.names_simulator(config):
+    if experiments.names_simulator(context, config):
         if machine:
             raise ConfigurationError(f"--machine {machine} beside [simulator]: valid: a check on this machine")
         _check_policy(experiments.load_policy(context, config), resume, calibrate_s if calibrate else None, as_json)

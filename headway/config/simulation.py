@@ -108,7 +108,6 @@ class EpisodeEvaluationConfig(Section):
 _UNUSED = {
     "run": "offload deterministic on_stall",
     "ledger": "table_every_steps trace pass_at rollouts rollouts_max_bytes",
-    "control": "pin",
     "cluster": "accounting_directory replicate_to",
 }
 
@@ -162,10 +161,10 @@ class SimulatorExperiment(Section):
                 f'queue.budget = {self.queue.budget} with algorithm.correction = "none": a policy that learns from '
                 'stale fragments without correction fails silently; valid: "vtrace", "recompute", or a budget of 0'
             )
-        if (self.control.mode == "act") != self.plans_itself or self.control.mode == "advise":
+        if self.control not in (ControlConfig(), ControlConfig(mode="act", devices="move")):
             raise ValueError(
                 f"control.mode = {self.control.mode!r} with control.devices = {self.control.devices!r}: beside "
-                '[simulator] there is "off" with "recommend", or "act" with "move" (--plan auto)'
+                '[simulator] valid is "act" with "move" (--plan auto) and nothing else, or no [control]'
             )
         if self.plans_itself and self.queue.budget:
             raise ValueError(

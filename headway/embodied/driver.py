@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ import msgspec
 from headway.config.simulation import SimulatorExperiment
 from headway.control.summaries import distribution
 from headway.embodied.episodes import WINDOW, statistics_of
-from headway.embodied.evaluation import Evaluated
 from headway.embodied.records import EpisodeEnd, PolicyWeights
 from headway.embodied.rounds import COUNTS_FILE, FragmentCounts, Rounds
 from headway.embodied.workers import Learn, LearnReport, Simulate
@@ -333,11 +332,11 @@ class Training:
         """Evaluate the present version; keep it as the best if its mean return is higher than those before."""
         began_s, video = self._clock.now(), self._directory.path / "videos" / f"step_{self.version:08d}.gif"
         video_file = str(video) if self._experiment.evaluation.video else ""
-        shares: Sequence[Evaluated] = await self._simulate.evaluate(self._weights, video_file)
-        statistics = statistics_of([episode for share in shares for episode in share.episodes])
-        unfinished = sum(share.unfinished for share in shares)
+        shares: list[tuple[list[EpisodeEnd], str]] = await self._simulate.evaluate(self._weights, video_file)
+        ends = [end for share, _ in shares for end in share]
+        statistics, unfinished = statistics_of(ends), self._experiment.evaluation.episodes - len(ends)
         low, high = statistics.success_interval or (0.0, 0.0)
-        episodes, now_s = self._experiment.evaluation.episodes - unfinished, self._clock.now()
+        now_s = self._clock.now()
         record = EvaluationRecord(
             split="validation",
             phase="during",
@@ -345,8 +344,8 @@ class Training:
             first_version=self.version,
             last_version=self.version,
             held=True,
-            tasks=episodes,
-            samples=episodes,
+            tasks=len(ends),
+            samples=len(ends),
             solve_rate=statistics.success_rate,
             standard_error=(high - low) / 4,
             reward_mean=statistics.return_mean,
@@ -359,7 +358,7 @@ class Training:
         )
         self._ledger.record(record)
         self._step_began_s += now_s - began_s  # an evaluation is no part of a step
-        for problem in {share.problem for share in shares} - self._reported_problems:
+        for problem in {problem for _, problem in shares} - self._reported_problems:
             self._reported_problems.add(problem)
             self._ledger.event("no_video", problem, step=self.version)
         if record.reward_mean > self._best_return:

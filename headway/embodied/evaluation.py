@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +19,6 @@ from headway.runtime.stalls.watchdog import Watchdog
 MAX_STEPS = 20_000  # of an episode; a longer one is counted as failed
 _HELD_OUT = 1 << 20  # the first number of evaluations' blocks, in their seeds: no run has so many
 _MAX_FRAMES, _MAX_PIXELS, _FRAME_MS = 200, 200, 40  # of a video
-
-
-class Evaluated(NamedTuple):
-    """A worker's share of an evaluation."""
-
-    episodes: tuple[EpisodeEnd, ...]
-    unfinished: int = 0  # episodes longer than MAX_STEPS
-    problem: str = ""  # why there is no video; "": there is one, or none was asked for
 
 
 class Evaluator:
@@ -44,9 +36,10 @@ class Evaluator:
         }
         self._simulators: dict[int, LaneSimulator] = {}
 
-    def run(self, policy: LanePolicy, video: str, watchdog: Watchdog) -> Evaluated:
-        """Run the episodes. ``video``: file for the first lane's episode; "": none."""
-        episodes, unfinished, problem = list[EpisodeEnd](), 0, ""
+    def run(self, policy: LanePolicy, video: str, watchdog: Watchdog) -> tuple[list[EpisodeEnd], str]:
+        """Run the episodes, to at most `MAX_STEPS`. ``video``: file for the first lane's; "": none. Returns those that
+        have ended, and why there is no video where one was asked for."""
+        episodes, problem = list[EpisodeEnd](), ""
         for block, lanes in self._lanes.items():
             frames = _Frames(video) if video and block == 0 else None
             simulator = self._simulators.pop(block, None) or self._open(block, draws=frames is not None)
@@ -56,10 +49,9 @@ class Evaluator:
             else:
                 simulator.close()
             episodes += [ended[lane] for lane in range(lanes) if lane in ended]
-            unfinished += lanes - len(ended.keys() & set(range(lanes)))
             if frames is not None:
                 problem = frames.save(ended[0].steps if 0 in ended else MAX_STEPS)
-        return Evaluated(tuple(episodes), unfinished, problem)
+        return episodes, problem
 
     def close(self) -> None:
         """Close the simulators."""

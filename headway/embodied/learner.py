@@ -246,16 +246,12 @@ def _metrics(terms: LossTerms, updates: Sequence[_Update], algorithm: EmbodiedAl
     }
     if not updates:
         return metrics
-    losses = [update.loss for update in updates]
-    log_ratios_n = np.concatenate([loss.log_ratios_m for loss in losses])
-    metrics |= {
-        "policy_loss": float(np.mean([loss.policy_loss for loss in losses])),
-        "value_loss": float(np.mean([loss.value_loss for loss in losses])),
-        "entropy": float(np.mean([update.entropy for update in updates])),
-        "clip_fraction": float(np.concatenate([loss.clipped_m for loss in losses]).mean()),
-        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
-    }
+    log_ratios_n = np.concatenate([update.loss.log_ratios_m for update in updates])
+    metrics["clip_fraction"] = float(np.concatenate([update.loss.clipped_m for update in updates]).mean())
     metrics["kl"], metrics["ratio_deviation"] = ratio_changes(log_ratios_n)
+    numbers = [(each.loss.policy_loss, each.loss.value_loss, each.entropy, each.grad_norm) for each in updates]
+    means = np.mean(numbers, axis=0).tolist()
+    metrics |= zip(("policy_loss", "value_loss", "entropy", "grad_norm"), means, strict=True)
     metrics["loss"] = metrics["policy_loss"] + algorithm.value_coefficient * metrics["value_loss"]
     metrics["loss"] -= algorithm.entropy_coefficient * metrics["entropy"]
     quantiles = np.exp(np.quantile(log_ratios_n[-len(targets_n) :], (0.01, 0.5, 0.99, 1.0))).tolist()

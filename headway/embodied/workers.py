@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.block import LaneBlock, seed_of
-from headway.embodied.evaluation import Evaluated, Evaluator
+from headway.embodied.evaluation import Evaluator
 from headway.embodied.policies import LanePolicy
 from headway.embodied.records import EpisodeEnd, Fragment, PolicyWeights, Spaces
 from headway.embodied.simulators.opening import open_simulator
@@ -78,7 +78,7 @@ class Simulate(Worker):
                 fragment = block.collect(weights.version)
             await fragments.put(fragment)
 
-    def evaluate(self, weights: PolicyWeights, video: str) -> Evaluated:
+    def evaluate(self, weights: PolicyWeights, video: str) -> tuple[list[EpisodeEnd], str]:
         """Run this worker's share of an evaluation's episodes, in simulators of their own. ``video``: a file; ""."""
         self._policy.load(weights)
         return self._evaluator.run(self._policy, video, self._watchdog)
