@@ -8,13 +8,14 @@ HalfCheetah-v5 with 16 lanes, fragments of 128 steps, minibatches of 256, 10 pas
 
 - `peer`: `steps_over_sb3` (eta = 2, V-trace) and `steps_over_sb3_synchronous` (eta = 0): environment steps/s, learning
   included, over stable-baselines3's PPO of the same sizes, at the best of {Dummy, Subproc} x {1, 2} threads of each
-  round. Five interleaved rounds; medians.
+  round. Interleaved rounds; medians.
 - `learn`: `time_to_500`: seconds of the peer to a mean return of 500 of the last 100 episodes over ours (eta = 2),
-  medians of five seeds.
+  medians over seeds.
 - `simulation`: `simulation_over_bare`: steps/s of a block with random actions over those of its bare simulator.
 - `double`: `double_buffering`: rounds/s of two workers that exchange messages for two halves of the lanes in turn, over
   those for all lanes at once. Both burn the CPU for equal times.
-- `auto`: `auto_over_best`: steps/s of `--plan auto` over the best placement's, budget 0.
+- `auto`: `auto_over_best`: steps/s of `--plan auto` over the best placement's, budget 0; `planned_over_best`: those of
+  the placement that the search of `headway plan` chooses by the times of the first run.
 - `driver`: `driver_us_per_step`: CPU of the run's process for an environment step, in microseconds.
 
 Prints what each part measured, and as the last line one JSON object.
@@ -40,20 +41,24 @@ from parts.resumed import run_parts
 
 from headway.config.load import validate
 from headway.config.simulation import SimulatorExperiment
+from headway.control.placement.search import place
 from headway.embodied.block import LaneBlock, seed_of
 from headway.embodied.driver import train
 from headway.embodied.simulators.opening import open_simulator
+from headway.flow.auto import execution_of
 from headway.flow.run import Flow, run
 from headway.flow.worker import Worker
 from headway.records.ledger import StepRecord
+from headway.records.plan import DevicePool, PoolDevices, TimePoint, Workflow, WorkflowEdge, WorkflowStage
 from headway.runtime.stalls.watchdog import Watchdog
 from headway.telemetry.ledger import read_ledger
 
 Report = dict[str, Any]
-ROUNDS, STEPS, WARM_STEPS = 5, 30, 3
+WARM_STEPS = 3
 OVERLAPPING: dict[str, Any] = {"queue": {"budget": 2}, "algorithm": {"correction": "vtrace"}}
 PLACEMENTS = {
-    "temporal": (["cpu:0", "cpu:1"], ["cpu:0"]),
+    "temporal": (["cpu:0"], ["cpu:0"]),
+    "hybrid on the first core": (["cpu:0", "cpu:1"], ["cpu:0"]),
     "hybrid": (["cpu:0", "cpu:1"], ["cpu:1"]),
     "spatial": (["cpu:0"], ["cpu:1"]),
 }
@@ -83,7 +88,7 @@ if __name__ == "__main__":
 
 def experiment(directory: str, **sections: dict[str, Any]) -> SimulatorExperiment:
     raw: dict[str, Any] = {
-        "run": {"directory": directory, "steps": STEPS},
+        "run": {"directory": directory, "steps": 1},
         "simulator": {"environment": "HalfCheetah-v5", "lanes": 16, "block_lanes": 8, "steps_per_fragment": 128},
         "trainer": {"minibatch": 256, "passes": 10},
     }
@@ -91,11 +96,11 @@ def experiment(directory: str, **sections: dict[str, Any]) -> SimulatorExperimen
     return validate(merged, "benchmark", SimulatorExperiment)
 
 
-def steps_of_run(**sections: dict[str, Any]) -> list[StepRecord]:
+def steps_of_run(arguments: argparse.Namespace, **sections: dict[str, Any]) -> list[StepRecord]:
     """Train, and return the steps without those that start the run."""
     with tempfile.TemporaryDirectory() as folder:
         directory = f"{folder}/run"
-        train(experiment(directory, **sections))
+        train(experiment(directory, run={"steps": arguments.steps}, **sections))
         return [line for line in read_ledger(directory) if isinstance(line, StepRecord)][WARM_STEPS:]
 
 
@@ -118,17 +123,19 @@ def peer_run(arguments: argparse.Namespace, vector: str, threads: int, steps: in
 
 def against_peer(arguments: argparse.Namespace) -> Report:
     ratios: dict[str, list[float]] = {"steps_over_sb3": [], "steps_over_sb3_synchronous": []}
-    for number in range(ROUNDS):
+    for number in range(arguments.rounds):
         peer_rates = {
-            f"{vector}, {threads}": peer_run(arguments, vector, threads, STEPS * 2048, number, 1e9)["steps_per_s"]
+            f"{vector}, {threads}": peer_run(arguments, vector, threads, arguments.steps * 2048, number, 1e9)[
+                "steps_per_s"
+            ]
             for vector in ("dummy", "subproc")
             for threads in (1, 2)
         }
         best = max(peer_rates.values())
         ours = {
-            "steps_over_sb3": rate(steps_of_run(**OVERLAPPING)),
+            "steps_over_sb3": rate(steps_of_run(arguments, **OVERLAPPING)),
             "steps_over_sb3_synchronous": max(
-                rate(steps_of_run(simulator={"devices": simulators}, trainer={"devices": learner}))
+                rate(steps_of_run(arguments, simulator={"devices": simulators}, trainer={"devices": learner}))
                 for simulators, learner in PLACEMENTS.values()
             ),
         }
@@ -140,15 +147,17 @@ def against_peer(arguments: argparse.Namespace) -> Report:
 
 def learning(arguments: argparse.Namespace) -> Report:
     ours, theirs = list[float](), list[float]()
-    for seed in range(5):
+    for seed in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:
             train(experiment(f"{folder}/run", run={"steps": 150, "seed": seed}, **OVERLAPPING))
             steps = [line for line in read_ledger(f"{folder}/run") if isinstance(line, StepRecord)]
         reached = [
-            step.time_s - steps[0].time_s for step in steps if step.episodes and step.episodes.return_mean >= 500
+            step.time_s - steps[0].time_s
+            for step in steps
+            if step.episodes and step.episodes.return_mean >= arguments.target
         ]
         ours.append(min(reached, default=float("inf")))
-        peer_seconds = peer_run(arguments, "dummy", 1, 600_000, seed, 500.0)["reached_s"]
+        peer_seconds = peer_run(arguments, "dummy", 1, 600_000, seed, arguments.target)["reached_s"]
         theirs.append(float("inf") if peer_seconds is None else peer_seconds)
         print(f"seed {seed}: ours {ours[-1]:.1f} s, peer {theirs[-1]:.1f} s", flush=True)
     return {"time_to_500": statistics.median(theirs) / statistics.median(ours), "ours_s": ours, "peer_s": theirs}
@@ -171,7 +180,7 @@ def simulation(arguments: argparse.Namespace) -> Report:
     bare.reset()
     block.collect(0)
     ratios: list[float] = []
-    for _ in range(4 * ROUNDS):
+    for _ in range(4 * arguments.rounds):
         began_s = time.process_time()
         block.collect(0)
         middle_s = time.process_time()
@@ -228,22 +237,48 @@ def double(arguments: argparse.Namespace) -> Report:
     return {"double_buffering": single_s / double_s, "single_s": single_s, "double_s": double_s}
 
 
+def planned_placement(steps: list[StepRecord]) -> str:
+    """The placement of those measured that the search of `headway plan` chooses by the times of ``steps``."""
+    blocks, devices = steps[0].groups, ["cpu:0", "cpu:1"]
+    block_s = statistics.median(step.episodes.simulate_s for step in steps if step.episodes) / blocks
+    learn_s = statistics.median(step.trainer_compute_s for step in steps)
+    simulate = [
+        TimePoint(device="core", devices=count, items=blocks, seconds=block_s * -(-blocks // count)) for count in (1, 2)
+    ]
+    learn = [TimePoint(device="core", devices=1, items=blocks, seconds=learn_s)]
+    workflow = Workflow(
+        items=blocks,
+        granularities=(blocks,),
+        stages=(WorkflowStage(name="simulate", times=tuple(simulate)), WorkflowStage(name="learn", times=tuple(learn))),
+        edges=(WorkflowEdge(source="simulate", to="learn"),),
+    )
+    pool = DevicePool(classes=(PoolDevices(device="core", devices=2, memory_bytes=0.0),))
+    plan = execution_of(place(workflow, pool), ["simulate", "learn"], blocks, devices)
+    placed = [{*plan.stages[name].devices} for name in ("simulate", "learn")]
+    return next(name for name, pair in PLACEMENTS.items() if [{*pair[0]}, {*pair[1]}] == placed)
+
+
 def automatic(arguments: argparse.Namespace) -> Report:
     rates: dict[str, list[float]] = {name: [] for name in (*PLACEMENTS, "auto")}
-    for _ in range(3):
+    planned = ""
+    for _ in range(arguments.rounds):
         for name, (simulators, learner) in PLACEMENTS.items():
-            steps = steps_of_run(simulator={"devices": simulators}, trainer={"devices": learner})
+            steps = steps_of_run(arguments, simulator={"devices": simulators}, trainer={"devices": learner})
             rates[name].append(rate(steps))
+            planned = planned or planned_placement(steps)  # by the first one alone
         auto = {"control": {"mode": "act", "devices": "move"}}
-        rates["auto"].append(rate(steps_of_run(**auto)[WARM_STEPS:]))  # three further steps measured the stages
+        rates["auto"].append(
+            rate(steps_of_run(arguments, **auto)[WARM_STEPS:])
+        )  # three further steps measured the stages
         print({name: round(values[-1]) for name, values in rates.items()}, flush=True)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     best = max(medians[name] for name in PLACEMENTS)
-    return {"auto_over_best": medians["auto"] / best, "steps_per_s": medians}
+    ratios = {"auto_over_best": medians["auto"] / best, "planned_over_best": medians[planned] / best}
+    return {**ratios, "planned": planned, "steps_per_s": medians}
 
 
 def driver(arguments: argparse.Namespace) -> Report:
-    steps = steps_of_run(**OVERLAPPING)
+    steps = steps_of_run(arguments, **OVERLAPPING)
     transitions = sum(step.episodes.transitions for step in steps if step.episodes)
     return {"driver_us_per_step": 1e6 * sum(step.orchestrator_cpu_s for step in steps) / transitions}
 
@@ -263,6 +298,9 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--peer", type=Path, help="Python of an environment with stable-baselines3 and mujoco")
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--rounds", type=int, default=5, help="Interleaved rounds of each part, seeds of `learn`.")
+    parser.add_argument("--steps", type=int, default=30, help="Training steps of a run whose rate is measured.")
+    parser.add_argument("--target", type=float, default=500.0, help="The return of `learn`.")
     arguments = parser.parse_args()
     if arguments.peer is None and {"peer", "learn"} & {*arguments.parts}:
         parser.error("--peer: the parts peer and learn need it")
