@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ import pytest
 from embodied_runs import STEPS, digest, pinned_children, walk_experiment
 
 from headway.embodied.driver import train
-from headway.records.errors import ConfigurationError, Interrupted
+from headway.records.errors import ConfigurationError, Interrupted, RemoteError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
 from headway.telemetry.ledger import read_ledger
 
@@ -76,7 +77,7 @@ def test_killed_simulators_are_rebuilt_and_the_others_go_on(tmp_path: Path, budg
 
     def on_line(line: LedgerLine) -> None:
         if isinstance(line, StepRecord) and line.version in kills:
-            (trouble / "kill").touch()
+            (trouble / ("kill" if line.version % 2 else "crash")).touch()
 
     experiment = walk_experiment(
         tmp_path / "run",
@@ -90,7 +91,7 @@ def test_killed_simulators_are_rebuilt_and_the_others_go_on(tmp_path: Path, budg
     last = steps_of(tmp_path / "run")[-1].episodes
     assert last is not None
     assert (last.rebuilt, last.cut, last.constructions) == (len(kills), 4 * len(kills), 2 + len(kills))
-    assert not (trouble / "kill").exists()
+    assert not any(trouble.iterdir())
     events = [line.event for line in read_ledger(tmp_path / "run") if isinstance(line, EventRecord)]
     assert events.count("simulate_restarted") == len(kills)
 
@@ -105,6 +106,19 @@ def test_hung_simulator_is_ended_and_rebuilt(tmp_path: Path):
     last = steps_of(tmp_path / "run")[-1].episodes
     assert last is not None
     assert last.rebuilt == 2
+
+
+@pytest.mark.real
+def test_memory_that_grows_is_in_the_ledger(tmp_path: Path):
+    train(walk_experiment(tmp_path / "run", simulator={"arguments": {"leak": 1 << 19}}))
+    sizes = [step.episodes.worker_bytes for step in steps_of(tmp_path / "run") if step.episodes]
+    assert all(later - earlier > 20e6 for earlier, later in itertools.pairwise(sizes))  # 48 steps of half a MiB
+
+
+@pytest.mark.real
+def test_nan_ends_the_run_with_block_lane_and_step(tmp_path: Path):
+    with pytest.raises(RemoteError, match=r"block \d, lane \d, step 0 of fragment 0: the reward is nan"):
+        train(walk_experiment(tmp_path / "run", simulator={"environment": "embodied_runs:Lost"}))
 
 
 @pytest.mark.real

@@ -23,12 +23,14 @@ STEPS = 4
 class Walk:
     """Lanes that walk on a line towards 0: an episode ends by termination near it, or is cut after some steps.
 
-    ``trouble``: a folder; a file ``kill`` or ``hang`` in it is removed, and this process killed, or hung."""
+    ``trouble``: a folder; a file ``kill``, ``crash`` or ``hang`` in it is removed, and this process killed by SIGKILL
+    or SIGSEGV, or hung. ``leak``: bytes that each step leaves allocated."""
 
     constructions = 1
     seeded_by_reset = True
 
-    def __init__(self, lanes: int, seeds: Sequence[int], trouble: str = "", length: int = 9) -> None:
+    def __init__(self, lanes: int, seeds: Sequence[int], trouble: str = "", length: int = 9, leak: int = 0) -> None:
+        self._leak, self._leaked = leak, list[bytes]()
         bound = np.full(2, np.inf, np.float32)
         self.spaces = Spaces(Box(-bound, bound), Box(np.full(1, -1, np.float32), np.full(1, 1, np.float32)))
         self.lanes, self._seeds, self._trouble, self._length = lanes, seeds, trouble, length
@@ -43,6 +45,7 @@ class Walk:
 
     def step(self, actions_b: Array) -> LaneSteps:
         self._be_troubled()
+        self._leaked.append(b"x" * self._leak)
         self._at_b = self._at_b + 0.3 * actions_b[:, 0]
         self._steps_b = self._steps_b + 1
         rewards_b = -np.abs(self._at_b)
@@ -66,12 +69,19 @@ class Walk:
         return np.stack([self._at_b, self._steps_b / self._length], axis=1).astype(np.float32)
 
     def _be_troubled(self) -> None:
-        for name in ("kill", "hang") if self._trouble else ():
+        for name in ("kill", "crash", "hang") if self._trouble else ():
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(self._trouble, name))
-                if name == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if name != "hang":
+                    os.kill(os.getpid(), signal.SIGKILL if name == "kill" else signal.SIGSEGV)
                 time.sleep(3600)
+
+
+class Lost(Walk):
+    """A walk without a finite reward."""
+
+    def step(self, actions_b: Array) -> LaneSteps:
+        return super().step(actions_b)._replace(rewards_b=np.full(self.lanes, np.nan))
 
 
 def walk_experiment(directory: Path, **sections: dict[str, Any]) -> SimulatorExperiment:
