@@ -215,8 +215,8 @@ class FragmentLearner:
         """Take an optimiser step on a minibatch; None: its ratios are beyond the limits of an early stop."""
         outputs_m, values_m = self._network.forward(self._parameters, batch.inputs_n)
         logprobs_m, entropy = self._scores(outputs_m, batch.actions_n)
-        scores = (scores_m.detach().cpu().numpy() for scores_m in (logprobs_m, values_m))
-        loss = minibatch_loss(*scores, batch.terms, self._algorithm)
+        scores_m, estimates_m = logprobs_m.detach().cpu().numpy(), values_m.detach().cpu().numpy()
+        loss = minibatch_loss(scores_m, estimates_m, batch.terms, self._algorithm)
         limits = self._algorithm.early_stop_kl, self._algorithm.early_stop_ratio
         if may_stop and limits != (None, None):
             changes = zip(ratio_changes(loss.log_ratios_m), limits, strict=True)

@@ -146,7 +146,8 @@ class LanePolicy:
 
     def _forward(self, observations_b: Any) -> tuple[_Loaded, Any, Any]:
         """Return the weights where the observations are, and what actor and critic put out."""
-        inputs_b, in_numpy = observations_b, isinstance(observations_b, np.ndarray) and not self._reads_pictures
+        in_numpy = isinstance(observations_b, np.ndarray) and not self._reads_pictures
+        inputs_b: Any = observations_b
         if not in_numpy:
             import torch
 

@@ -22,7 +22,7 @@ class FragmentCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     admitted: int = 0
     rounds: int = 0  # that have ended: number of the next one
-    ended: tuple[tuple[Ending, str, int], ...] = ()  # ending, reason, fragments; a pair may stand several times
+    ended: tuple[tuple[str, str, int], ...] = ()  # ending, reason, fragments; a pair may stand several times
     lives: tuple[int, ...]  # of each block: how often it was built again
 
     def resumed(self, admitted: int) -> FragmentCounts:
@@ -58,7 +58,7 @@ class Rounds:
         self.accounting = Accounting()
         ended = Counter[tuple[Ending, str]]()
         for ending, reason, count in counts.ended:
-            ended[ending, reason] += count
+            ended[msgspec.convert(ending, Ending), reason] += count
         self.accounting.restore(next_index=counts.admitted, open_members={}, ended=ended, failures={})
         self._open_groups = OpenGroups(blocks, budget, "wait")
         self._under_way: deque[Round] = deque()

@@ -77,16 +77,17 @@ class RunningStatistics:
     @classmethod
     def restored(cls, arrays: Mapping[str, Array]) -> RunningStatistics:
         """The statistics whose `state` is among ``arrays``."""
-        observations, returns = (
-            Moments(**{key: arrays[f"{name}.{key}"] for key in ("count", "mean", "squares")})
-            for name in ("observations", "returns")
-        )
+
+        def moments(name: str) -> Moments:
+            count, mean, squares = (arrays[f"{name}.{key}"] for key in ("count", "mean", "squares"))
+            return Moments(count=float(count), mean=mean, squares=squares)
+
         lanes = {
             int(name.removeprefix("lanes.")): LaneReturns(int(array[-1]), array[:-1])
             for name, array in arrays.items()
             if name.startswith("lanes.")
         }
-        return cls(observations=observations, returns=returns, lanes=lanes)
+        return cls(observations=moments("observations"), returns=moments("returns"), lanes=lanes)
 
 
 def _joined(moments: Moments, arrays_n: Array) -> Moments:

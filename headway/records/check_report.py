@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -39,7 +39,7 @@ class Findings(list[Finding]):
         self.append(Finding(level="info", key=key, message=message))
 
     @contextmanager
-    def refused(self, key: str) -> Iterator[None]:
+    def refused(self, key: str) -> Generator[None]:
         """End the block at a ConfigurationError, which becomes an error of ``key``."""
         try:
             yield

@@ -17,8 +17,6 @@ from headway.records.errors import ConfigurationError, Interrupted, RemoteError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
 from headway.telemetry.ledger import read_ledger
 
-SPATIAL: dict[str, Any] = {}
-
 
 def steps_of(directory: Path) -> list[StepRecord]:
     return [line for line in read_ledger(directory) if isinstance(line, StepRecord)]
