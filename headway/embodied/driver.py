@@ -27,6 +27,7 @@ from headway.embodied.rounds import COUNTS_FILE, FragmentCounts, Rounds
 from headway.embodied.workers import Learn, LearnReport, Simulate
 from headway.flow.run import Flow, run
 from headway.records.errors import AccountingError, Interrupted, RunLocked, StepRefused
+from headway.records.execution import ExecutionPlan, StagePlacement
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, RunSummary, StepRecord
 from headway.runtime.clock import RealClock
 from headway.runtime.epochs.register import epoch_renewal, take_epoch
@@ -71,7 +72,7 @@ def train(
     directory = RunDirectory(experiment.run.directory)
     former_config = directory.begin(experiment, resume=resume)
     training = Training(experiment, directory, resume)
-    plan: Any = {"simulate": experiment.simulator.devices, "learn": experiment.trainer.devices}
+    plan: Any = plan_of(experiment)
     options: dict[str, Any] = {"on_event": training.record_incident, "directory": directory.path, "resume": True}
     options["cluster"] = experiment.cluster if experiment.cluster.address else None
     options["stall_s"] = 2 * experiment.simulator.step_timeout_s
@@ -90,6 +91,12 @@ def train(
         raise
     finally:
         directory.release()
+
+
+def plan_of(experiment: SimulatorExperiment) -> ExecutionPlan:
+    """The plan by which the run's workflow begins, unless it plans itself."""
+    devices = {"simulate": experiment.simulator.devices, "learn": experiment.trainer.devices}
+    return ExecutionPlan(stages={name: StagePlacement(devices=names) for name, names in devices.items()})
 
 
 def _admitted(line: LedgerLine) -> int:

@@ -12,8 +12,9 @@ from headway.config.control import ControlConfig
 from headway.config.schema import CheckpointConfig, LedgerConfig, RunConfig
 from headway.config.simulation import EpisodeEvaluationConfig, SimulatorExperiment
 from headway.embodied.block import seed_of
-from headway.embodied.driver import train
+from headway.embodied.driver import plan_of, train
 from headway.embodied.simulators.opening import open_simulator
+from headway.flow.placement import text_of
 from headway.records.check_report import Findings
 from headway.records.ledger import EventRecord, StepRecord
 from headway.runtime.devices import parse_device
@@ -78,22 +79,13 @@ def plan_rows(experiment: SimulatorExperiment) -> dict[str, str]:
     transitions = settings.lanes * settings.steps_per_fragment
     return {
         "simulators": f"{settings.environment} ({settings.backend}), {settings.lanes} lanes in {settings.blocks} "
-        f"blocks of {settings.block_lanes}, on {', '.join(settings.devices)}",
-        "learner": f"on {', '.join(trainer.devices)}: {trainer.passes} passes over {transitions:,} transitions, "
-        f"{trainer.minibatch} a minibatch",
-        "placement": "planned by the run's own steps" if experiment.plans_itself else _mode(experiment),
+        f"blocks of {settings.block_lanes}",
+        "learner": f"{trainer.passes} passes over {transitions:,} transitions, {trainer.minibatch} a minibatch",
+        "placement": "planned by the run's own steps" if experiment.plans_itself else text_of(plan_of(experiment)),
         "staleness": f"budget {experiment.queue.budget}, correction {experiment.algorithm.correction}",
         "run": f"{experiment.run.steps:,} steps, {experiment.run.steps * transitions:,} environment steps, in "
         f"{experiment.run.directory}",
     }
-
-
-def _mode(experiment: SimulatorExperiment) -> str:
-    simulator_devices, learner_devices = {*experiment.simulator.devices}, {*experiment.trainer.devices}
-    if not simulator_devices & learner_devices:
-        return "spatial: simulators and learner have devices of their own"
-    is_same = simulator_devices == learner_devices
-    return "temporal: they take turns on the same devices" if is_same else "hybrid: some devices are shared by turns"
 
 
 def forecast_rows(experiment: SimulatorExperiment, measured: Calibrated) -> dict[str, str]:

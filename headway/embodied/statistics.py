@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +14,6 @@ from numpy.typing import NDArray
 from headway.algorithms.returns import FloatArray
 from headway.algorithms.values import Moments
 from headway.embodied.records import Array, Fragment
-
-
-class LaneReturns(NamedTuple):
-    """The discounted returns of a block's episodes under way."""
-
-    life: int  # of the block: in another one all episodes are new
-    returns_b: FloatArray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,7 +25,8 @@ class RunningStatistics:
 
     observations: Moments
     returns: Moments  # of lanes' discounted returns so far, after each step
-    lanes: Mapping[int, LaneReturns]  # by block
+    # By block: its life, for in another one all episodes are new, and the discounted returns [b] of those under way.
+    lanes: Mapping[int, tuple[int, FloatArray]]
 
     @classmethod
     def start(cls, observation_shape: tuple[int, ...]) -> RunningStatistics:
@@ -54,7 +47,7 @@ class RunningStatistics:
             for step, rewards_b in enumerate(fragment.rewards_tb):
                 returns_tb[step] = returns_b = discount * returns_b + rewards_b
                 returns_b = np.where(ended_tb[step] | ~fragment.counted_tb[step], 0.0, returns_b)
-            lanes[fragment.block] = LaneReturns(fragment.life, returns_b)
+            lanes[fragment.block] = fragment.life, returns_b
             returns = _joined(returns, returns_tb[fragment.counted_tb])
         return replace(self, returns=returns, lanes=lanes)
 
@@ -70,8 +63,8 @@ class RunningStatistics:
         arrays = dict[str, NDArray[np.float64]]()
         for name, moments in (("observations", self.observations), ("returns", self.returns)):
             arrays |= {f"{name}.{key}": np.asarray(array) for key, array in vars(moments).items()}
-        for block, lane in self.lanes.items():
-            arrays[f"lanes.{block}"] = np.append(lane.returns_b, float(lane.life))
+        for block, (life, returns_b) in self.lanes.items():
+            arrays[f"lanes.{block}"] = np.append(returns_b, float(life))
         return arrays
 
     @classmethod
@@ -83,7 +76,7 @@ class RunningStatistics:
             return Moments(count=float(count), mean=mean, squares=squares)
 
         lanes = {
-            int(name.removeprefix("lanes.")): LaneReturns(int(array[-1]), array[:-1])
+            int(name.removeprefix("lanes.")): (int(array[-1]), array[:-1])
             for name, array in arrays.items()
             if name.startswith("lanes.")
         }

@@ -124,6 +124,9 @@ def _list_run(path: Path, price: float | None) -> ListedRun:
             problems.append(f"device-hours aren't known: {error}")
     last_unix_s = directory.ledger.stat().st_mtime if directory.ledger.exists() else None
     solve_rate, standard_error, rate_source = _solve_rate(lines, recent, path)
+    reward = weighted_mean(recent, lambda pair: pair[0].mean, lambda pair: pair[1]) if recent else None
+    if steps and (episodes := steps[-1].episodes):
+        reward = episodes.return_mean
     return ListedRun(
         run=_path_text(path),
         state="running" if holder else state,
@@ -133,7 +136,7 @@ def _list_run(path: Path, price: float | None) -> ListedRun:
         solve_rate=solve_rate,
         standard_error=standard_error,
         solve_rate_of=rate_source,
-        reward=_reward(steps),
+        reward=reward,
         device_hours=device_hours,
         usd=None if device_hours is None or price is None else step_usd(device_hours * 3600, 1, price),
         disk_bytes=_disk_bytes(path),
@@ -181,14 +184,6 @@ def holder_of(directory: RunDirectory) -> str:
     if owner.get("host") in (None, socket.gethostname()) or owner.get("inode") != status.st_ino:
         return ""
     return f"process {owner['pid']} on {owner['host']}" if time.time() - status.st_mtime < owner["orphan_s"] else ""
-
-
-def _reward(steps: Sequence[StepRecord]) -> float | None:
-    """Return the mean reward of the last steps; of a policy in simulators the mean return of its last episodes."""
-    recent = [(step.rewards, step.samples) for step in steps[-WINDOW:] if step.rewards]
-    if recent:
-        return weighted_mean(recent, lambda pair: pair[0].mean, lambda pair: pair[1])
-    return steps[-1].episodes.return_mean if steps and steps[-1].episodes else None
 
 
 def _solve_rate(
