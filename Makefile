@@ -124,10 +124,11 @@ test-names: install
 		-m 'not long' --numprocesses 2 --dist loadfile
 
 test-slow: install
-	$(call beside_others,tests/unit tests/e2e tests/slow $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
+	$(call beside_others,tests/unit tests/e2e tests/slow $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15)
 
-test-long: install
+test-long: install install-vllm
 	$(PYTEST) tests/unit tests/e2e tests/slow $(EXCEPT_ENGINES) -m long --durations 0
+	$(VLLM_BIN)/python -m pytest tests/e2e/test_vllm_*.py -m long --durations 0
 	$(BIN)/python tests/support/mutations.py
 
 # On a machine with a GPU; without a network and with a Python that has torch: benchmarks/gpu_carry.sh. The numbers:
@@ -145,7 +146,7 @@ test-clients: install install-agents install-clients
 	HEADWAY_AGENTS="$(abspath $(AGENTS_BIN)/python)" HEADWAY_CLIENTS="$(abspath $(CLIENTS_BIN)/python)" \
 		HEADWAY_PROGRAMS="$(abspath $(NPM_CLIENTS)/node_modules/.bin)" $(BIN)/python -m pytest tests/clients --timeout 600 --durations 10
 
-VLLM_TESTS := $(VLLM_BIN)/python -m pytest -o cache_dir=.pytest_cache/test-vllm tests/e2e/test_vllm_*.py --timeout 600
+VLLM_TESTS := $(VLLM_BIN)/python -m pytest -o cache_dir=.pytest_cache/test-vllm tests/e2e/test_vllm_*.py --timeout 600 -m 'not long'
 test-vllm: install-vllm
 	$(VLLM_TESTS) --durations 10 || { test $$? -eq 1 && echo "make $@: what failed runs once more, alone" && \
 		$(VLLM_TESTS) --last-failed --maxfail 2 --verbose; }

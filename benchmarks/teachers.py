@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parts.trained_run import CONFIG, headway, steps_and_end, train_once
+from parts.trained_run import CONFIG, cold_start, headway, steps_and_end, train_once
 
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.telemetry.ledger import read_ledger
@@ -82,14 +82,6 @@ def task_options(start: Path, train: Path | None = None) -> list[str]:
     """The options for the tasks in ``start``; ``train``: others to learn from."""
     paths = {split: start / "tasks" / f"{split}.jsonl" for split in ("train", "validation", "test")}
     return [f"--tasks.{split}.path={path}" for split, path in (paths | ({"train": train} if train else {})).items()]
-
-
-def cold_start(directory: Path, seed: int) -> Path:
-    """The folder with the quickstart's tasks and supervised model of ``seed``."""
-    start = directory / f"start-{seed}"
-    if not (start / "sft" / "config.json").exists():
-        headway("quickstart", str(start), "--seed", str(seed), "--cold-start-only")
-    return start
 
 
 def rollouts_until_good(folder: Path) -> int | None:

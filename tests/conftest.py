@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import gc
+import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,11 +17,27 @@ HERE = Path(__file__).resolve().parent
 PATHS = [str(HERE / "support"), str(HERE / "e2e"), str(HERE / "slow"), os.environ.get("PYTHONPATH", "")]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in PATHS if path)
 
+_parse = ast.parse
+
+
+def _parse_again(*arguments: Any, **options: Any) -> Any:
+    """Parse a failed test's source, again after a SystemError, which CPython 3.11 has where threads parse at once."""
+    for _ in range(9):
+        with contextlib.suppress(SystemError):
+            return _parse(*arguments, **options)
+    return _parse(*arguments, **options)
+
+
+ast.parse = _parse_again
+
 # Until all tests are collected: what they import stays, and looking through it for garbage takes a tenth of the time.
 gc.disable()
 
 # Seconds of the longest files, on two cores: they are begun first, so that no worker is left alone with one at the end.
 LONGEST_S = {
+    "slow/test_chaos.py": 240,
+    "e2e/test_nodes_run.py": 130,
+    "slow/test_nodes_ranks.py": 120,
     "e2e/test_run_faults.py": 120,
     "e2e/test_environment_code.py": 75,
     "e2e/test_hub_run.py": 70,
@@ -50,6 +70,10 @@ LONGEST_S = {
 }
 
 
+# A test's slow forms differ little, and CI has a limited time: every third of them stays, and at most so many. The rest
+# is long.
+SLOW_FORMS = 12
+
 # Tests that are repeated on other sandbox backends than the default one, or for a second provider: slow tier.
 SECOND_FORMS = re.compile(r"[\[-](bubblewrap|docker|local.without.groups|prime)\b")
 
@@ -71,7 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def seconds(item: pytest.Item) -> float:
         place = str(item.path.relative_to(HERE))
-        return LONGEST_S.get(place, 10 if place.startswith("e2e/") else 1)
+        return LONGEST_S.get(place, {"e2e": 10, "slow": 30}.get(item.path.parent.name, 1))
 
     for item in items:
         place = item.path.relative_to(HERE).parts[0]
@@ -79,4 +103,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if place in ("e2e", "slow") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
+    forms: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        differ_little = "[" in item.name and item.path.parent.name != "slow" and not SECOND_FORMS.search(item.name)
+        if differ_little and "slow" in marks and "long" not in marks:
+            forms.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for others in forms.values():
+        stride = max(3, math.ceil(len(others) / SLOW_FORMS))
+        for number, item in enumerate(others):
+            if number % stride:
+                item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: -seconds(item))  # stable: a file's tests stay together, in their order

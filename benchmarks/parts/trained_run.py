@@ -40,15 +40,24 @@ def headway(*arguments: str, quiet: bool = False) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL if quiet else sys.stderr)
 
 
-def train_once(directory: Path, name: str, options: Sequence[str]) -> Path:
-    """The folder of the run of CONFIG with ``options``: trained now, to its end, unless an earlier call has done so."""
+def cold_start(directory: Path, seed: int) -> Path:
+    """The folder with the quickstart's tasks and supervised model of ``seed``."""
+    start = directory / f"start-{seed}"
+    if not (start / "sft" / "config.json").exists():
+        headway("quickstart", str(start), "--seed", str(seed), "--cold-start-only")
+    return start
+
+
+def train_once(directory: Path, name: str, options: Sequence[str], config: str = CONFIG) -> Path:
+    """The folder of the run of ``config`` with ``options``: trained now, to its end, unless an earlier call has done
+    so."""
     # Named by all that decides the outcome, so a finished one is never taken for another.
     digest = hashlib.blake2b(json.dumps(options).encode(), digest_size=4).hexdigest()
     folder = directory / f"{name}-{digest}"
     summary = folder / "summary.json"
     if not (summary.exists() and json.loads(summary.read_text())["finished"]):  # an interrupted one has a summary, too
         resume = ["--resume"] if (folder / "config.json").exists() else []
-        headway("train", CONFIG, "--json", *resume, f"--run.directory={folder}", *options, quiet=True)
+        headway("train", config, "--json", *resume, f"--run.directory={folder}", *options, quiet=True)
     return folder
 
 

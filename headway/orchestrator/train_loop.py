@@ -193,7 +193,7 @@ class TrainLoop:
         step, groups = state.version, [group for part in parts for group in part.groups]
         self._settle_surplus()
         report = await self._compute(lambda: train_on(run.trainer, [part.batch for part in parts]))
-        samples = [sample for part in parts for sample in part.batch.samples]
+        samples = _with_advantages([sample for part in parts for sample in part.batch.samples], report)
         run.buffer.complete_step(step, "skipped" if report.skipped else "trained", report.reason)
         ending = "discarded" if report.skipped else "trained"
         for group in groups:
@@ -376,6 +376,14 @@ class TrainLoop:
         run.event("checkpoint", f"version {version}", seconds=round(seconds, 3))
 
 
+def _with_advantages(samples: list[Sample], report: StepReport) -> list[Sample]:
+    """With a critic, ``samples`` with the advantages that the trainer made of their rewards."""
+    return [
+        msgspec.structs.replace(sample, advantage=advantage, rewards=())
+        for sample, advantage in zip(samples, report.sample_advantages, strict=False)  # demonstrations follow
+    ] or samples
+
+
 def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> dict[str, object]:
     """A row of the trackers' tables."""
     rollout = sample.rollout
@@ -387,7 +395,7 @@ def sample_line(run: RunContext, step: int, sample: Sample, ending: Ending) -> d
         "response": run.tokenizer.decode(rollout.response_ids),
         "reward": rollout.reward,
         "solved": rollout.solved,
-        "advantage": None if sample.rewards else sample.advantage,  # with a critic the trainer's record has it
+        "advantage": None if sample.rewards else sample.advantage,
         "versions": [[span.version, span.tokens] for span in rollout.versions],
         "finish_reason": rollout.finish_reason,
         "pruned": None if rollout.pruned is None else msgspec.to_builtins(rollout.pruned),

@@ -16,7 +16,7 @@ from typing import get_args
 
 import msgspec
 
-from headway.config.schema import Experiment, HostMemory
+from headway.config.schema import GAE, Experiment, HostMemory
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.rates.generation import GenerationRecipe, ReplicaRates
 from headway.control.rates.specs import ModelFigures, Parallelism, RatedDevice
@@ -25,6 +25,7 @@ from headway.models.sizes import ModelSizes, logit_rows
 from headway.orchestrator.preflight.capacity import with_trainer
 from headway.orchestrator.preflight.memory import (
     CUDA_CONTEXT_BYTES,
+    critic_network,
     divides_experts,
     divides_heads,
     trained_weights,
@@ -286,6 +287,9 @@ class RooflineCurves(StageCurves):
         if any(rule.kl_coefficient > 0 for rule in self.experiment.rules.algorithms):
             step_s += rates.step_s(tokens, sample_tokens, scoring=True)
             half_step_s += rates.step_s(tokens / 2, sample_tokens, scoring=True)
+        if self.experiment.algorithm.advantage == GAE:
+            step_s += self._critic_s(rates, tokens, sample_tokens)
+            half_step_s += self._critic_s(rates, tokens / 2, sample_tokens)
         token_s = max(0.0, (step_s - half_step_s) / (tokens / 2))
         spread = _spread_text(rates.recipe.parallelism) if layout is None else str(layout)
         fixed_s = max(0.0, step_s - token_s * tokens)
@@ -293,6 +297,21 @@ class RooflineCurves(StageCurves):
             copies=copies, spread=spread, layout=layout, fixed_s=fixed_s, token_s=token_s, bytes_per_device=nbytes
         )
         return step_s, curve
+
+    def _critic_s(self, rates: TrainerRates, tokens: float, mean_length: float) -> float:
+        """Return the seconds that a critic adds to a step: its values at the start, and the passes of its own network.
+        It reads the policy's hidden states in the policy's passes for nothing."""
+        network = critic_network(self.experiment)
+        sizes = self._sizes if network is None else network[1]
+        trained_share = 0.0 if network is None else trained_weights(*network) / sizes.parameters
+        model = model_figures(sizes)
+        model = msgspec.structs.replace(model, active=model.active - model.vocabulary * model.width)  # without logits
+        recipe = msgspec.structs.replace(rates.recipe, trained_share=trained_share)
+        rates = msgspec.structs.replace(rates, model=model, recipe=recipe)
+        values_s = rates.step_s(tokens, mean_length, scoring=True)
+        if network is None:
+            return values_s
+        return values_s + self.experiment.trainer.passes * rates.step_s(tokens, mean_length)
 
     def _trainer_bytes(self, rates: TrainerRates, layout: TrainerLayout) -> int:
         """Return the bytes of each device by the memory model of `headway check`. Raises ConfigurationError with the

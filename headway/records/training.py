@@ -69,6 +69,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     rank_compute_s: tuple[float, ...] = ()  # of every rank; compute_s is the first one's
     flops: float = 0.0  # model FLOP of forward and backward over the computed tokens: what MFU counts
     unrecorded: str = ""  # why the record of trained tokens ended in this step
+    # of each sample, in batch order, with a critic: the mean over its loss tokens; of one rank those of its samples
+    sample_advantages: tuple[float, ...] = ()
     halved: str = ""  # which micro-batches were halved in this process, and why
     # loss, entropy, grad_norm, clip_fraction, ratio_*, learning_rate, mismatch_k3, mismatch_max, ...
     metrics: dict[str, float] = {}

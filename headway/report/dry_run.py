@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.config.schema import GAE, AlgorithmConfig, Experiment
+from headway.config.objective.critic import GAE, TRUNK
+from headway.config.schema import AlgorithmConfig, Experiment
 from headway.config.sources import TaskSource
 from headway.report.formats import duration
 from headway.report.tables import Rows
@@ -130,7 +131,9 @@ def _objective(experiment: Experiment, algorithm: AlgorithmConfig) -> str:
     part_texts = [f"preset {algorithm.preset}"] if algorithm.preset else []
     critic, advantage_text = experiment.critic, f"advantage {algorithm.advantage}"
     if algorithm.advantage == GAE:
-        advantage_text += f" {critic.gae[0]:g} {critic.gae[1]} by the critic {critic.path} at {critic.rate:g}"
+        advantage_text += f" {critic.gae[0]:g} {critic.gae[1]} by the critic {critic.path}"
+        if critic.path != TRUNK or critic.learning_rate is not None:
+            advantage_text += f" at {critic.network_rate:g}"
         alone_steps = experiment.trainer.warmup[0]
         advantage_text += f", alone for {_count_text(alone_steps, 'step')}" if alone_steps else ""
     part_texts += [algorithm.loss, advantage_text, *_bounds(algorithm), algorithm.aggregation]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -29,7 +30,8 @@ class RecordedSample(msgspec.Struct, frozen=True, kw_only=True):
     response: str
     reward: float
     solved: bool
-    advantage: float | None  # None: the trainer recorded none
+    advantage: float | None  # mean over its sampled tokens; None: the trainer recorded none
+    value: float | None  # of the critic at the start of the step, mean over its loss tokens; None: there is none
     versions: list[tuple[int, int]]  # (version, tokens) spans of the response
     finish_reason: str
     ending: str
@@ -95,8 +97,6 @@ class RecordedSamples:
 
 
 def _sample_of(row: dict[str, Any]) -> RecordedSample:
-    values = zip(row["trainer_advantages"] or (), row["response_mask"], strict=False)
-    advantages = [advantage for advantage, is_sampled in values if is_sampled]  # a critic's are 0 elsewhere
     unread_text = "({} tokens: the run's tokenizer can't be read)"
     return RecordedSample(
         step=row["step"],
@@ -106,7 +106,8 @@ def _sample_of(row: dict[str, Any]) -> RecordedSample:
         response=unread_text.format(len(row["response_ids"])) if row["response"] is None else row["response"],
         reward=row["reward"],
         solved=row["solved"],
-        advantage=round(sum(advantages) / len(advantages), 6) if advantages else None,
+        advantage=_mean(row, "advantages"),
+        value=_mean(row, "values"),
         versions=list(zip(row["span_versions"], row["span_tokens"], strict=True)),
         finish_reason=row["finish_reason"],
         ending=row["ending"],
@@ -115,6 +116,15 @@ def _sample_of(row: dict[str, Any]) -> RecordedSample:
         calls=_zip_columns(row, "call_starts_s", "call_first_tokens_s", "call_ends_s", "call_tokens"),
         tools=_zip_columns(row, "tool_names", "tool_starts_s", "tool_ends_s", "tool_errors"),
     )
+
+
+def _mean(row: dict[str, Any], name: str) -> float | None:
+    """The mean of a trainer's column over the sampled tokens that have a number; None: there are none, or no column."""
+    column = row[f"trainer_{name}"]
+    values = [value for value, sampled in zip(column or (), row["response_mask"], strict=False) if sampled]
+    numbers = np.array(values, np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    return round(float(numbers.mean()), 6) if len(numbers) else None
 
 
 def _zip_columns(row: dict[str, Any], *names: str) -> list[Any]:
@@ -155,9 +165,10 @@ def _panels(samples: Iterable[RecordedSample], count: int) -> Iterator[Panel]:
 def _body(sample: RecordedSample) -> Text:
     body = Text()
     advantage_text = "" if sample.advantage is None else f" · advantage {sample.advantage:+.3f}"
+    value_text = "" if sample.value is None else f" · value {sample.value:.3f}"
     body.append("solved" if sample.solved else "not solved", style="bold green" if sample.solved else "bold red")
     body.append(
-        f" · reward {sample.reward:g}{advantage_text} · {sample.tokens} tokens · "
+        f" · reward {sample.reward:g}{advantage_text}{value_text} · {sample.tokens} tokens · "
         f"{_versions(sample)} · finish {sample.finish_reason} · {sample.ending}\n\n",
         style="dim",
     )

@@ -103,9 +103,15 @@ class TrainerClient(RankWorkers):
     async def train_step(self, batch: TrainBatch) -> StepReport:
         """Train on ``batch``. Raises ValueError for a rollout whose parts differ in length."""
         self.accumulated_parts = 0  # the ranks discard them
-        _, shares = await asyncio.to_thread(self._divide, batch)
+        sequences, shares = await asyncio.to_thread(self._divide, batch)
         reports: list[StepReport] = await self.call_each("train_step", [(share,) for share in shares])
-        return msgspec.structs.replace(reports[0], rank_compute_s=tuple(report.compute_s for report in reports))
+        advantages = [advantage for report in reports[:: self._context] for advantage in report.sample_advantages]
+        in_batch_order = np.array(advantages)[np.argsort(np.concatenate(sequences))] if advantages else np.zeros(0)
+        return msgspec.structs.replace(
+            reports[0],
+            rank_compute_s=tuple(report.compute_s for report in reports),
+            sample_advantages=tuple(in_batch_order.tolist()),
+        )
 
     async def forward_backward(self, part: TrainBatch) -> PartReport:
         """See `records.clients.Trainer.forward_backward`."""

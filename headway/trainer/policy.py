@@ -455,6 +455,16 @@ class PolicyGradient:
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.learner.device)
 
+    def sample_advantages(self, arrays: SampleArrays, progress: Progress) -> tuple[float, ...]:
+        """The mean advantage over the loss tokens of each of this rank's samples, 0 without any; (): there is no
+        critic, and who made the batch knows them."""
+        if self.critic is None or progress.prepared is None:
+            return ()
+        idx_m = np.flatnonzero(self.losses.streams.policy_tokens(arrays))
+        sequence_m, samples = sequence_of_token(arrays)[idx_m], arrays.samples
+        sums_s = np.bincount(sequence_m, progress.prepared.advantages_n[idx_m], samples)
+        return tuple((sums_s / np.bincount(sequence_m, minlength=samples).clip(1)).tolist())
+
     def metrics(self, progress: Progress) -> dict[str, float]:
         """Metrics of the complete batch, or part, on rank 0, from the ranks' gathered values."""
         idx_m = np.flatnonzero(progress.seen_n)

@@ -216,7 +216,8 @@ class TrainerService(ModelService):
         progress = self.policy.run(arrays, settings, batch.step)
         self._recorder.record(batch, arrays, progress)
         gathered = progress.gather(self.ranks)
-        return self._report(gathered, settings, started, samples=batch.samples, loss_tokens=batch.loss_tokens)
+        report = self._report(gathered, settings, started, samples=batch.samples, loss_tokens=batch.loss_tokens)
+        return msgspec.structs.replace(report, sample_advantages=self.policy.sample_advantages(arrays, progress))
 
     def forward_backward(self, part: FlatBatch) -> PartReport:
         """Accumulate the gradients of a part of the next step (see `PolicyGradient.forward_backward`). Raises

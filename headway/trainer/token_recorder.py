@@ -76,6 +76,10 @@ def _values(batch: FlatBatch, arrays: SampleArrays, progress: Progress, share: f
     before_n = np.concatenate([[0], np.cumsum(response_n)])
     tokens_s = (before_n[arrays.starts_s + arrays.lengths_s] - before_n[arrays.starts_s])[taken_s]
     seen_r = progress.seen_n[idx_r] > 0
+
+    def seen_values(values_r: np.ndarray) -> pa.ListArray:
+        return list_array(np.where(seen_r, values_r, np.nan).astype(np.float32), tokens_s)
+
     branches_s = np.zeros(arrays.samples, np.int64) if arrays.branches_s is None else arrays.branches_s
     weights_s = np.ones(arrays.samples) if arrays.weights_s is None else arrays.weights_s
     return trained_batch(
@@ -84,8 +88,9 @@ def _values(batch: FlatBatch, arrays: SampleArrays, progress: Progress, share: f
         member=batch.members_s[taken_s],
         sequence=branches_s[taken_s],
         weight=weights_s[taken_s],
-        logprobs=list_array(np.where(seen_r, progress.logprobs_n[idx_r], np.nan).astype(np.float32), tokens_s),
+        logprobs=seen_values(progress.logprobs_n[idx_r]),
         clipped=list_array(progress.clipped_n[idx_r] > 0, tokens_s),
         trained=list_array(seen_r & prepared.keep_n[idx_r], tokens_s),
         advantages=list_array(prepared.advantages_n[idx_r].astype(np.float32), tokens_s),
+        values=None if prepared.values_n is None else seen_values(prepared.values_n[idx_r, 0]),
     )

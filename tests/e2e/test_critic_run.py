@@ -55,7 +55,25 @@ def test_a_killed_run_with_a_critic_counts_each_batch_once(tmp_path: Path) -> No
     trained = [sequence for step in range(STEPS) for sequence in record.trained(step).values()]
     advantages = np.concatenate([sequence.advantages for sequence in trained]).tolist()
     assert len(set(advantages)) > 10 * STEPS
+    _require_estimates(run)
     _require_state_of_log(config, run)
+
+
+def _require_estimates(run: Path) -> None:
+    """`headway show` and the ledger have values and advantages of the samples, of which kills may take the record."""
+    lines = tiny_run.output_of("show", run, "--ending", "trained", "--limit", "1000", "--json").splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert len(samples) >= 16 * (STEPS - 2)
+    first, last = ([sample for sample in samples if sample["step"] == step] for step in (0, STEPS - 1))
+    assert {sample["value"] for sample in first} == {0.0}, "an untrained critic knows nothing"
+    assert len({sample["value"] for sample in last}) > 1
+    assert f"· advantage {last[-1]['advantage']:+.3f} · value {last[-1]['value']:.3f} ·" in tiny_run.output_of(
+        "show", run, "--group", str(last[-1]["group"])
+    )
+    for step in tiny_run.steps_of(run):
+        advantages = [sample["advantage"] for sample in samples if sample["step"] == step.step]
+        is_whole = step.metrics and len(advantages) == step.samples
+        assert not is_whole or step.flow.useful_samples == sum(advantage != 0 for advantage in advantages)
 
 
 def _require_state_of_log(config: Path, run: Path) -> None:

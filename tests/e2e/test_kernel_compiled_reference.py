@@ -17,7 +17,7 @@ pytestmark = pytest.mark.real
 FEW = EvaluatorSettings(concurrent=2, timing=TimingSettings(pairs=5, most_s=0.4, refused_width=1000.0))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_the_compiled_reference_is_timed_once_and_its_failure_is_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

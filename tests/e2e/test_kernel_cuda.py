@@ -123,7 +123,7 @@ def test_what_does_not_compile_is_refused_with_the_compilers_line(shared):
     shared(use)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @installed
 def test_a_compiler_that_compiles_nothing_earns_nothing(shared):
     """By flags that only print, by sources without a kernel, or without any source."""
@@ -144,7 +144,7 @@ def test_a_compiler_that_compiles_nothing_earns_nothing(shared):
     shared(use)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @installed
 def test_a_model_that_cannot_be_made_has_its_own_fault_beside_the_credit(shared):
     async def use(evaluator: KernelEvaluator) -> None:

@@ -61,7 +61,7 @@ def test_ray_places_agents_and_replaces_a_dead_machine(tmp_path: Path, ray_clust
 
 
 @needs_ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_agent_is_started_again_while_another_nodes_machine_is_missing(tmp_path: Path, ray_cluster: Any):
     ray = importlib.import_module("ray")
     both = {add_machine(ray_cluster).node_id for _ in range(2)}

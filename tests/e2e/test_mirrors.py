@@ -266,7 +266,7 @@ def test_a_part_that_ends_in_mid_transfer_leaves_nothing_that_can_be_read(tmp_pa
     run(main)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dead_link_of_the_chain_is_gone_round(tmp_path: Path):
     async def main() -> None:
         async with joined_nodes(tmp_path, "b", "c") as (nodes, events, _):

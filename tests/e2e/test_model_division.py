@@ -12,7 +12,7 @@ import torch
 from divided_models import Case, Layout, alone, alone_hf, divided, divided_hf, kept_bytes, refusal
 from division_faults import FAULTS
 from rank_pool import RankPool
-from tiers import first, thinned
+from tiers import first
 from tiny_hub import PACKED, make_hub_model, make_seeing_model
 from torch import Tensor
 
@@ -56,7 +56,6 @@ FORMS = [
     for case, settings in CASES.items()
     if shape.experts == 1 or settings.family == "qwen3_moe"
 ]
-FORMS = thinned(FORMS)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def test_two_machines_train_the_very_same_weights_as_one(inputs: Any, tmp_path: 
     assert (tmp_path / "two/run/logs/generator-0.log").is_file(), "its folder is seen on the node"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sides_that_offload_on_another_machine_train_the_weights_of_one(inputs: Any, tmp_path: Path) -> None:
     """Generator and trainer take turns on one core of node b."""
     settings = {"run": {"steps": 5, "deterministic": True}, "queue": {"budget": 0}, "checkpoint": {"every_steps": 5}}
@@ -114,7 +114,7 @@ def test_sides_that_offload_on_another_machine_train_the_weights_of_one(inputs: 
     assert {event.worker for event in tiny_run.events_of(tmp_path / "two/run", "offload")} == {"generator-0", "trainer"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_short_cut_of_the_network_restarts_nothing(inputs: Any, tmp_path: Path) -> None:
     config = write_cluster_experiment(
         tmp_path, inputs, run={"steps": 60, "directory": str(tmp_path / "run")}, cluster={"disconnect_timeout_s": 20.0}

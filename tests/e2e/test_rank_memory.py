@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from critic_batches import rewarded
 from tiny_trainer import make_batch, make_experiment, make_model
 
 from headway.config.load import validate_experiment
 from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.memory import memory_uses
 from headway.records.errors import WorkerDied
+from headway.records.training import TrainBatch
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher
 from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, latest_valid, remove_leftovers
@@ -24,17 +27,19 @@ from tests.e2e.test_trainer_ranks import client
 pytestmark = pytest.mark.real
 
 
-async def peak_of(folder: Path, model: str, ranks: int) -> tuple[list[tuple[int, int]], dict[str, int]]:
+async def peak_of(
+    folder: Path, model: str, ranks: int, batch_of: Callable[..., TrainBatch] = make_batch, /, **sections: Any
+) -> tuple[list[tuple[int, int]], dict[str, int]]:
     """What each rank measured from its start through steps, publishing and checkpoints, and `check`'s parts."""
     trainer = {"devices": ["cpu:0"] * ranks, "shards": ranks, "micro_batch_tokens": 64}
-    experiment = validate_experiment(make_experiment(model, folder, trainer=trainer), "test")
+    experiment = validate_experiment(make_experiment(model, folder, trainer=trainer, **sections), "test")
     run = TrainerClient(LocalLauncher(RealClock()), experiment, f"memory-{folder.name}")
     run._factory = "rank_memory:MeasuredTrainer"
     await run.start()
     saved: asyncio.Future[Any] | None = None
     try:
         for step in range(3):
-            await run.train_step(make_batch(step, step=step))
+            await run.train_step(batch_of(step, step=step))
             if saved is not None:  # beside the step
                 await saved
             await run.begin_publish(step + 1)
@@ -52,7 +57,7 @@ async def peak_of(folder: Path, model: str, ranks: int) -> tuple[list[tuple[int,
     return measured, {name: nbytes for use in uses for name, nbytes in use.parts.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_need_their_share_of_memory_and_read_their_share(tmp_path: Path) -> None:
     models = {"tiny": make_model(tmp_path / "tiny"), "large": make_model(tmp_path / "large", width=320, layers=32)}
     total = sizes_of(models["large"]).parameters
@@ -69,6 +74,28 @@ def test_ranks_need_their_share_of_memory_and_read_their_share(tmp_path: Path) -
             print(f"rank {rank} of {ranks}: {(peak_bytes - others[0]) / limit:.3f} of the limit, read {read_share:.4f}")
             assert peak_bytes - others[0] <= 1.15 * limit
             assert ranks == 1 or read_share == pytest.approx(1 / ranks, rel=0.02), "one rank maps the file"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["trunk", "adapter", "folder"])
+def test_a_run_with_a_critic_needs_the_memory_of_check(tmp_path: Path, path: str) -> None:
+    """Within 15 %, less what a tiny model's run needs, which is modules."""
+    layers = 40 if path == "adapter" else 16  # most of whose weights are frozen
+    models = {"tiny": make_model(tmp_path / "tiny"), "large": make_model(tmp_path / "large", width=320, layers=layers)}
+    sections: dict[str, Any] = {"algorithm": {"preset": "ppo"}}
+    sections["rollout"] = {"max_prompt_tokens": 16, "max_response_tokens": 16}
+    if path == "adapter":
+        sections["model"] = {"adapter": {"rank": 8, "alpha": 16.0}}
+    peaks, needs = dict[str, int](), dict[str, int]()
+    for name, model in models.items():
+        critic = make_model(tmp_path / f"critic-{name}", *((320, layers) if name == "large" else ()), seed=1)
+        sections["critic"] = {"path": critic if path == "folder" else path}
+        measured, parts = asyncio.run(peak_of(tmp_path / name, model, 1, rewarded, **sections))
+        peaks[name], needs[name] = measured[0][0], sum(parts.values()) - parts["base"]
+        print(name, parts, peaks[name])
+    ratio = (peaks["large"] - peaks["tiny"]) / (needs["large"] - needs["tiny"])
+    print(f"{path}: {ratio:.3f} of what check counts, {needs['large'] / 2**20:.1f} MiB")
+    assert ratio == pytest.approx(1.0, abs=0.15)
 
 
 @pytest.mark.parametrize("shards", [1, 2])

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from critic_batches import rewarded
 from tiny_trainer import make_batch, make_experiment, make_model
 
 from headway.config.load import validate_experiment
@@ -87,6 +88,22 @@ def test_two_ranks_replay_kept_sets_as_one_does(tmp_path: Path) -> None:
     assert one == pytest.approx(two, abs=1e-4, rel=1e-4)
     assert one["mismatch_k3_unreplayed"] > one["mismatch_k3"]
     assert one["kept_ids"] > 1.0 > one["kept_constrained_share"] > 0.0
+
+
+def test_two_ranks_report_advantages_in_the_order_of_the_batch(tmp_path: Path) -> None:
+    batch = rewarded(2, groups=9)
+
+    async def main(ranks: int) -> tuple[float, ...]:
+        trainer = client(tmp_path, ranks, f"values-{ranks}", algorithm={"preset": "ppo"})
+        await trainer.start()
+        try:
+            return (await trainer.train_step(batch)).sample_advantages
+        finally:
+            await trainer.stop()
+
+    one, two = asyncio.run(main(1)), asyncio.run(main(2))
+    assert one == pytest.approx(two, abs=1e-4)
+    assert len(set(one)) == 9
 
 
 def test_two_ranks_end_the_updates_of_a_batch_together(tmp_path: Path) -> None:

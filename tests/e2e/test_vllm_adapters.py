@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tiers import first
 from vllm_adapters import (
     CRITIC,
     LORA_OPTIONS,
@@ -105,7 +106,7 @@ def until_all_sampled(session: conformance.Session) -> None:
         session.step()
 
 
-@pytest.mark.parametrize("mode", ["finish", "recompute", "abort"])
+@pytest.mark.parametrize("mode", first(1, ["finish", "recompute", "abort"], pytest.mark.long))
 def test_updates_with_many_requests_in_flight(make: Any, mode: Any) -> None:
     engine = make()
     session = conformance.Session(engine)

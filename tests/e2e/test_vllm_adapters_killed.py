@@ -25,7 +25,7 @@ from headway.runtime.workers import LocalLauncher
 from headway.weights.shared_memory import Publisher
 from tests.conformance.reference import forced_logprobs
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.long]
 VERSIONS = 3
 POINTS = ["loaded", "unloading", "unloaded"]
 

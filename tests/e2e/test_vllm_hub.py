@@ -29,6 +29,7 @@ from tests.conformance.engine import Session, request
 pytestmark = needs_vllm
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}  # of 32 dimensions
 NATS = 1e-3
+_KEPT: list[Any] = []  # an engine of vLLM's that is collected ends the groups of all engines of its process
 
 
 def forced(model: HfModel, prompt: list[int], ids: tuple[int, ...]) -> torch.Tensor:
@@ -59,7 +60,8 @@ def engine_of(folder: str, device: str = "cpu:0", engine: str = "vllm") -> Any:
     settings = EngineSettings(
         model_path=folder, dtype="float32", slots=4, max_context_tokens=96, engine=engine, prefill_tokens_per_step=512
     )
-    return build_engine(settings, context)
+    _KEPT.append(build_engine(settings, context))
+    return _KEPT[-1]
 
 
 def changed(trained: HfModel) -> dict[str, torch.Tensor]:

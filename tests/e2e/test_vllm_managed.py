@@ -82,7 +82,9 @@ def make(server: ManagedServer, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     "check",
     [
-        functools.partial(conformance.check_logprobs_at_every_composition, seed=0),
+        pytest.param(
+            functools.partial(conformance.check_logprobs_at_every_composition, seed=0), marks=pytest.mark.long
+        ),
         functools.partial(conformance.check_tokens_do_not_depend_on_neighbours, seed=0),
         functools.partial(conformance.check_updates_in_flight, mode="keep", seed=0),
         functools.partial(conformance.check_updates_in_flight, mode="recompute", seed=0),
@@ -99,6 +101,7 @@ def test_it_meets_the_conditions_of_every_engine(make: Any, check: Any) -> None:
     check(make)
 
 
+@pytest.mark.long
 def test_it_updates_with_many_requests_in_flight(make: Any) -> None:
     many_in_flight(make, "keep")
 
@@ -222,6 +225,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_server_killed_between_any_two_calls_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each of five versions another call finds no server. Nothing is lost, and no folder of weights stays."""

@@ -16,7 +16,9 @@ LIMIT_S = 500.0
 pytestmark = needs_vllm
 
 
-@pytest.mark.parametrize("fault", [False, True], ids=["ran", "fault"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(False, id="ran", marks=pytest.mark.long), pytest.param(True, id="fault")]
+)
 def test_the_step_of_vllm(tmp_path: Path, fault: bool) -> None:
     options = ["--device", "cpu", "--quick", "--only", "vllm", "--out", str(tmp_path / "out")]
     planted = ["--plant-fault", "vllm"] if fault else []

@@ -78,7 +78,7 @@ def test_context_limit(make: Any) -> None:
     conformance.check_context_limit(make)
 
 
-@pytest.mark.parametrize("mode", ["keep", "recompute", "abort"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("recompute", marks=pytest.mark.long), "abort"])
 def test_updates_with_many_requests_in_flight(make: Any, mode: Any) -> None:
     many_in_flight(make, mode)
 

@@ -104,6 +104,7 @@ def test_a_server_answers_as_the_model_computes_here(inputs: Path, monkeypatch: 
         asyncio.run(use())
 
 
+@pytest.mark.long
 def test_another_model_under_the_same_name_is_noticed(inputs: Path) -> None:
     port, teacher_path = free_port(), inputs / "teacher" / "model"
     address = {"url": f"http://127.0.0.1:{port}", "api_key_env": "TEACHER_KEY", "retries": 1, "retry_s": 0.01}

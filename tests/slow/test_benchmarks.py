@@ -24,6 +24,7 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module
 
 
+@pytest.mark.long
 def test_pipeline_in_short(tmp_path: Path, benchmark_module: Any) -> None:
     """No timing is asserted: `--quick` is too short to measure anything."""
     command = [sys.executable, str(BENCHMARKS / "pipeline.py"), "--quick", "--keep", str(tmp_path / "runs")]
@@ -69,6 +70,7 @@ def test_orchestrator_in_short() -> None:
         assert f"{name}: {result[name]} (target: at most" in done.stdout
 
 
+@pytest.mark.long
 def test_recording_in_short() -> None:
     command = [sys.executable, str(BENCHMARKS / "recording.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -106,6 +108,7 @@ def test_weight_update_in_short() -> None:
     assert found["copy_s"] > 0
 
 
+@pytest.mark.long
 def test_links_in_short() -> None:
     """No timing is asserted: `--quick` is too short to measure anything."""
     command = [sys.executable, str(BENCHMARKS / "links.py"), "--quick"]

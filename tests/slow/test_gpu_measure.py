@@ -59,6 +59,7 @@ def test_steps_run_on_a_cpu_within_a_minute_of_a_core(tmp_path: Path) -> None:
     assert cpu_s() - before_s < CPU_IMPORTS * import_s
 
 
+@pytest.mark.long
 def test_a_fault_in_each_step_fails_it_and_the_last_line(tmp_path: Path) -> None:
     code, lines = measured(tmp_path, "--device", "cpu", "--only", *ON_A_CPU, "--plant-fault", *ON_A_CPU)
     assert code == 1

@@ -254,6 +254,7 @@ def test_faults_by_seed(tmp_path: Path, seed: int) -> None:
     check(cluster)
 
 
+@pytest.mark.long
 def test_killed_generators_and_one_on_a_full_disk_come_back(tmp_path: Path) -> None:
     cluster = play(tmp_path, 0, ("disk_full", *["kill_generator"] * 5, "disk_full"))
     recoveries = recoveries_s(cluster.run)

@@ -40,6 +40,7 @@ def environment(command: Path) -> dict[str, str]:
     return kept | {"PATH": f"{command.parent}:{kept['PATH']}", "COLUMNS": "100", "NO_COLOR": "1"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_every_command_of_the_tutorial_works(headway: Path, tmp_path: Path) -> None:
     for ran in do_page(PAGE, tmp_path, environment(headway), short):

@@ -61,7 +61,7 @@ def defined(
         rollout = sample.rollout
         ids = torch.tensor(rollout.prompt_ids + rollout.response_ids)
         hidden = model.forward_packed(ids, [len(ids)])  # of the state behind each token
-        raw = hidden @ head[:-1] + head[-1]
+        raw = hidden / hidden.square().mean(-1, keepdim=True).sqrt() @ head[:-1] + head[-1]
         places = [len(rollout.prompt_ids) + i for i, sampled in enumerate(rollout.response_mask) if sampled]
         score = raw[[place - 1 for place in places]]
         v = [mean + deviation * x for x in score.tolist()]

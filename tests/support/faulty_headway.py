@@ -39,6 +39,8 @@ TRAINER_POINTS = (
     "checkpoint-pruning",
     "training",
     "accumulating",
+    "valuing",
+    "committing",
     "publishing",
 )
 

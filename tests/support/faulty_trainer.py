@@ -34,6 +34,8 @@ class FaultyTrainer(TrainerService):
             self._before(self.learner, "update")
         elif point == "accumulating":  # the gradients of a part are half there
             self._before(self.learner, "backward")
+        elif point in ("valuing", "committing"):  # before an update of the critic; before its returns count
+            self._before(self.policy.critic, {"valuing": "update", "committing": "commit"}[point])
         elif point == "publishing":
             self._before(self.learner, "weights")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 
-def first(count: int, forms: Iterable[Any]) -> list[Any]:
-    """All ``forms`` of a parametrised test; those after the first ``count`` in the slow tier."""
-    return [form if n < count else pytest.param(form, marks=pytest.mark.slow) for n, form in enumerate(forms)]
+def first(count: int, forms: Iterable[Any], mark: Any = pytest.mark.slow) -> list[Any]:
+    """All ``forms`` of a parametrised test; those after the first ``count`` in the slow tier, or that of ``mark``."""
+    return [form if n < count else pytest.param(form, marks=mark) for n, form in enumerate(forms)]
 
 
 def pairs(
@@ -30,14 +30,6 @@ def pairs(
         chosen.add(best)
     named = ((form, [axis[index] for axis, index in zip(axes, form, strict=True)]) for form in forms)
     return [pytest.param(*values, marks=marks[form not in chosen]) for form, values in named]
-
-
-def thinned(forms: Sequence[Any], share: int = 3) -> list[Any]:
-    """The forms, of which every third that is slow stays so, and the others are long: CI has a limited time, and they
-    differ little."""
-    slow = [form for form in forms if any(mark.name == "slow" for mark in form.marks)]
-    moved = [form for number, form in enumerate(slow) if number % share]
-    return [pytest.param(*form.values, marks=pytest.mark.long) if form in moved else form for form in forms]
 
 
 def _pairs_of(form: tuple[int, ...]) -> set[Any]:

@@ -73,7 +73,7 @@ def reaped(pid: int) -> bool:
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(50):
+        async with asyncio.timeout(110):  # of a hang; a busy machine takes its time
             await main()
 
     asyncio.run(limited())

@@ -33,7 +33,8 @@ a number in the dtype in question, ``c`` values cached of a token (`models/sizes
   ``truncation_support_tokens`` allows, in open rollouts, in the buffer and in the batch that each trainer rank is sent
 - grammars: what the endpoint, the replicas and the ranks that replay them keep compiled, where programs call the model
 - routing replay: the experts of every token, beside the KV, in open rollouts, in the buffer and in a micro-batch
-- the record of rollouts: all of the run's, or the configured share: 17 bytes a token (the engine's 9, the trainer's 8)
+- the record of rollouts: all of the run's, or the configured share: 17 bytes a token (the engine's 9, the trainer's 8),
+  4 more with a critic
   and 400 a rollout, up to ``ledger.rollouts_max_bytes``
 """
 
@@ -83,7 +84,7 @@ _KEPT_LOGIT_BYTES = 5  # of a logit over a kept set: once more, masked, and the 
 _SAMPLING_BYTES = 20  # of one logit: log-softmax and probabilities in float32, their sums in float64, the logits
 _TOKEN_BYTES_IN_MEMORY = 90  # of a response token in the orchestrator: id, log-probability, mask as Python objects
 _TOKEN_BYTES_ON_DISK = 14
-_RECORDED_TOKEN_BYTES, _RECORDED_ROLLOUT_BYTES = 17, 400
+_RECORDED_TOKEN_BYTES, _RECORDED_VALUE_BYTES, _RECORDED_ROLLOUT_BYTES = 17, 4, 400
 
 _SUMMED_VALUES = 1 << 26  # of one sum of gradients over copies: trainer/ranks.py
 _OFFLOADED_PARTS = ("weights", "gradients", "AdamW", "adapter", "KV cache")
@@ -168,7 +169,8 @@ def _recorded_bytes(experiment: Experiment) -> int:
     """Size of RUN/rollouts at the run's end, of trained rollouts alone."""
     share, limit = experiment.ledger.rollouts, experiment.ledger.rollouts_max_bytes
     rollout_count = experiment.run.steps * experiment.queue.groups_per_step * experiment.largest_group
-    rollout_bytes = experiment.max_sequence_tokens * _RECORDED_TOKEN_BYTES + _RECORDED_ROLLOUT_BYTES
+    token_bytes = _RECORDED_TOKEN_BYTES + (_RECORDED_VALUE_BYTES if experiment.algorithm.advantage == GAE else 0)
+    rollout_bytes = experiment.max_sequence_tokens * token_bytes + _RECORDED_ROLLOUT_BYTES
     record_bytes = round(rollout_count * rollout_bytes * (share if isinstance(share, float) else 1))
     return record_bytes if limit is None else min(record_bytes, limit)
 

@@ -85,6 +85,7 @@ TRAINED = pa.schema(
         "clipped": _MASK,
         "trained": _MASK,  # it has loss: neither masked for staleness or importance nor left out
         "advantages": _FLOATS,
+        "values": _FLOATS,  # the critic's at the start of the step, in units of reward; NaN: no loss; null: no critic
     }  # pyright: ignore[reportArgumentType]
 )
 _KINDS = {**_SEQUENCE, **_CALLS, **_TOOLS}
@@ -133,12 +134,11 @@ def ended_batch(rows: Sequence[tuple[int, str, str, int | None, float]]) -> pa.R
     return pa.RecordBatch.from_arrays(list(map(_array, columns, ENDED.types)), schema=ENDED)
 
 
-def trained_batch(**columns: ArrayLike | pa.Array) -> pa.RecordBatch:
-    """Columns of `TRAINED` as a batch of `TRAINED`."""
-    return pa.RecordBatch.from_arrays(
-        [pa.array(columns[field.name], field.type) for field in TRAINED],  # pyright: ignore[reportArgumentType]
-        schema=TRAINED,
-    )
+def trained_batch(*, values: pa.ListArray | None = None, **columns: ArrayLike | pa.Array) -> pa.RecordBatch:
+    """Columns of `TRAINED` as a batch of `TRAINED`. ``values``: a critic's; None: there is none."""
+    arrays = [pa.array(columns[name], TRAINED.field(name).type) for name in TRAINED.names[:-1]]  # pyright: ignore[reportArgumentType]
+    arrays.append(pa.nulls(len(arrays[0]), _FLOATS) if values is None else values)
+    return pa.RecordBatch.from_arrays(arrays, schema=TRAINED)
 
 
 def list_array(values: NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> pa.ListArray:

@@ -15,7 +15,7 @@ from headway.telemetry.rollouts.reader import RolloutRecord, TrainedSequence
 
 Decode = Callable[[Sequence[int]], str]
 
-_VALUES = ("logprobs", "ratios", "clipped", "trained", "advantages")
+_VALUES = ("logprobs", "ratios", "clipped", "trained", "advantages", "values")
 _TRAINED = {
     "logprobs": TRAINED.field("logprobs").type,
     "ratios": TRAINED.field("logprobs").type,  # of the trained policy's probability to the engine's
@@ -81,7 +81,7 @@ _JOIN_COLUMNS = ["group", "member", "removal", "removal_reason", "failure", "pro
            "response_logprobs", "branches"]  # fmt: skip
 
 
-def _values(trained: TrainedSequence | None, sequence: dict[str, Any]) -> dict[str, np.ndarray] | None:
+def _values(trained: TrainedSequence | None, sequence: dict[str, Any]) -> dict[str, np.ndarray | None] | None:
     if trained is None:
         return None
     log_ratio = trained.logprobs - np.array(sequence["response_logprobs"], np.float32)

@@ -33,6 +33,7 @@ class TrainedSequence(NamedTuple):
     clipped: np.ndarray
     trained: np.ndarray  # the token has loss
     advantages: np.ndarray
+    values: np.ndarray | None  # of the critic, in units of reward; NaN: no loss; None: there is no critic
 
 
 class RolloutRecord:
@@ -129,7 +130,9 @@ class RolloutRecord:
         self.problems[path] = segment.problem
 
 
-def _arrays(column: pa.Array) -> list[np.ndarray]:
-    """Each row of a list column as an array."""
+def _arrays(column: pa.Array) -> list[Any]:
+    """Each row of a list column as an array; of one that the record lacks, None."""
+    if column.null_count:
+        return [None] * len(column)
     values = column.flatten().to_numpy(zero_copy_only=False)
     return np.split(values, np.cumsum(column.value_lengths().to_numpy())[:-1])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays, sequence_of_token
 from headway.algorithms.values import Moments, values_of_tokens, with_ends
@@ -29,7 +30,8 @@ from headway.trainer.state_files import ATTACHED
 
 class Critic:
     """Values V = mean + deviation x (w·h + b) of the states before loss tokens, with the mean and deviation of all
-    returns so far, so that the head learns numbers of a size of 1 whatever the rewards are.
+    returns so far, and hidden states h scaled to a root mean square of 1, so that the head learns numbers of a size of
+    1 from such numbers whatever rewards and model are.
 
     Lifecycle, step by step: `prepare` at its start, `backward` for each micro-batch, `update` for each optimiser step,
     `commit` once it has made a version: only then do its returns count, and the head changes so that no value does
@@ -90,7 +92,8 @@ class Critic:
         return learner.hidden_states(self.model, replace(batch, input_ids=ids_n), batch.predictors_m, trains=trains)
 
     def _read(self, hidden_md: Tensor) -> Tensor:
-        return hidden_md.float() @ self.head[:-1] + self.head[-1]
+        scaled_md = functional.rms_norm(hidden_md.float(), hidden_md.shape[-1:])
+        return scaled_md @ self.head[:-1] + self.head[-1]
 
     def prepare(
         self,
@@ -145,7 +148,7 @@ class Critic:
     def update(self) -> Update:
         """Sum the gradients over the ranks, clip them and take a step with them. If loss or gradient norm aren't finite
         on some rank, nothing changes on any."""
-        ranks, settings = self._policy.ranks, self._policy.optimiser_settings(self._settings.rate)
+        ranks, settings = self._policy.ranks, self._policy.optimiser_settings(self._settings.network_rate)
         gradient = torch.zeros_like(self.head) if self.head.grad is None else self.head.grad
         ranks.sum_(gradient).div_(ranks.context)  # whose ranks have the same one
         loss = float(sum(self._losses))
@@ -157,7 +160,7 @@ class Critic:
             is_finite = update.applied
         if is_finite:
             self.head.grad = gradient * min(1.0, settings.max_grad_norm / (norm + 1e-6))
-            self._optimiser.step(settings)
+            self._optimiser.step(self._policy.optimiser_settings(self._settings.head_rate(self.model.config.width)))
         self.clear_gradients()
         reason = "" if is_finite else f"critic: loss {total_loss}, gradient norm {norm}: not finite"
         return Update(applied=is_finite, reason=reason, grad_norm=norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import sb3_values as sb3
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -69,6 +70,14 @@ def test_gae_is_v_trace_on_policy(all_steps, discount, decay):
     )
     np.testing.assert_allclose(advantages, expected_advantages, atol=1e-9)
     np.testing.assert_allclose(targets, expected_targets, atol=1e-9)
+
+
+def test_stable_baselines3_has_the_same_advantages_and_returns():
+    following = np.concatenate([sb3.VALUES[1:], [sb3.LAST_VALUES]])
+    next_values = np.choose(sb3.ENDS, [following, np.zeros_like(following), sb3.CUT_VALUES])
+    returns = gae(Steps(sb3.REWARDS, sb3.VALUES, next_values, sb3.ENDS == 0), 0.99, 0.95)
+    np.testing.assert_allclose(returns.advantages_t, sb3.ADVANTAGES, atol=2e-6)
+    np.testing.assert_allclose(returns.targets_t, sb3.RETURNS, atol=2e-6)
 
 
 def test_without_decay_it_is_the_return_less_the_value():

@@ -75,10 +75,13 @@ def test_presets_have_a_critic_and_groups_of_one() -> None:
     for preset in ("ppo", "vapo"):
         made = experiment(algorithm={"preset": preset}, rollout={"group_size": 1})
         assert made.algorithm.advantage == "gae"
-        assert made.critic.rate == 1e-3
+        assert made.critic.head_rate(100) == pytest.approx(3e-3)
     vapo = experiment(algorithm={"preset": "vapo"})
     assert (vapo.critic.gae, vapo.trainer.warmup) == ((1.0, "length"), (50, 50))
-    assert experiment(**GAE, critic={"path": "models/x"}).critic.rate == 1e-5
+    assert experiment(**GAE, critic={"learning_rate": 0.5}).critic.head_rate(100) == 0.5
+    folder = experiment(**GAE, critic={"path": "models/x", "learning_rate": 2e-5}).critic
+    assert (folder.network_rate, folder.head_rate(100)) == (2e-5, pytest.approx(3e-3))
+    assert experiment(**GAE, critic={"path": "models/x"}).critic.network_rate == 1e-5
 
 
 @pytest.mark.parametrize("critic", [{"path": "models/x"}, {"gae": [0.9, 0.9]}, {"learning_rate": 1e-4}])

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from headway.control.tuning.ledger_model import LedgerModel, decode_line, estimate, fit_line, shape_of
 from headway.control.tuning.queue_model import simulate as simulate_queue
 from headway.records.generation import GenerationRequest
-from headway.records.training import TrainBatch
+from headway.records.training import StepReport, TrainBatch
+from headway.trainer.fake import FakeTrainer
 from tests.support.simulated_run import Outcome, experiment_of, simulate, small_run
 
 FIXED_S, REQUEST_S = 0.004, 0.0005  # of a decode step
@@ -116,6 +117,25 @@ def test_useful_samples_are_those_with_an_advantage() -> None:
     groups = [group for batch in kept.trainer.batches for group in {sample.rollout.group for sample in batch.samples}]
     assert flat == 4 * sum(_is_flat(kept, group) for group in groups)
     assert flat > 0
+
+
+def test_useful_samples_of_a_critic_are_those_that_it_gave_an_advantage() -> None:
+    """The rewards of groups of one say nothing of it: only the trainer has the advantages."""
+    rule = {"preset": "ppo"}
+    experiment = experiment_of(Path("none"), run={"steps": 4}, algorithm=rule, rollout={"group_size": 1})
+
+    def estimate(trainer: FakeTrainer) -> None:
+        train_step = trainer.train_step
+
+        async def valued(batch: TrainBatch) -> StepReport:
+            advantages = tuple(0.0 if n % 3 else 1.5 for n in range(len(batch.samples)))
+            return msgspec.structs.replace(await train_step(batch), sample_advantages=advantages)
+
+        trainer.train_step = valued
+
+    for step in simulate(experiment, spoil=estimate).steps:
+        assert step.flow.useful_samples == -(-step.samples // 3)
+    assert all(step.flow.useful_samples == step.samples for step in simulate(experiment).steps), "none is known"
 
 
 def _is_flat(outcome: Outcome, group: int) -> bool:

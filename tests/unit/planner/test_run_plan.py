@@ -11,8 +11,12 @@ import pytest
 
 from headway.cli.main import main as headway
 from headway.config.load import changed_experiment, load_experiment
+from headway.models.sizes import sizes_of
+from headway.planner.catalogue.read import Catalogue
 from headway.planner.plan_files import read_plan
+from headway.planner.pool_file import read_pool
 from headway.planner.run_plan import digest, planned_settings
+from headway.planner.stage_curves import RooflineCurves
 from headway.records.errors import ConfigurationError
 from headway.report.plans.run_plan import draw_plan
 
@@ -353,6 +357,30 @@ def test_a_teacher_by_address_limits_the_plan_by_the_described_time(
     assert taught["samples_per_s"] == pytest.approx(2.0, rel=0.05)
     assert taught["trainer_wait"] > 0.5
     assert any("teachers = 8 rollouts at once" in change for change in taught["changes"]) or taught["changes"] == []
+
+
+def step_s(files: tuple[str, str], *settings: str) -> float:
+    """The predicted seconds of a step on one device."""
+    experiment = load_experiment(files[0], list(settings))
+    curves = RooflineCurves(experiment, sizes_of(experiment.model.path), read_pool(files[1], Catalogue.read()))
+    curve = curves.training(0, 1)
+    assert curve is not None
+    return curve.fixed_s + curve.token_s * curves.samples * (curves.prompt_tokens + curves.lengths.mean_tokens)
+
+
+def test_a_step_takes_longer_by_its_passes_and_its_critic(files: tuple[str, str]) -> None:
+    """Four forward passes of an update at full checkpointing, one for values, and those of the critic's network, none
+    of which computes logits."""
+    model, critic = Path(files[0]).parent / "model", "--algorithm.preset=ppo"
+    (smaller := model.with_name("critic")).mkdir()
+    (smaller / "config.json").write_text(json.dumps(QWEN | {"num_hidden_layers": 8}))
+    once, twice, values = step_s(files), step_s(files, "--trainer.passes=2"), step_s(files, critic) - step_s(files)
+    assert twice / once == pytest.approx(2, rel=0.01)
+    assert 0.85 / 4 < values / once < 1 / 4
+    for folder, share in ((model, 1.0), (smaller, 0.5)):
+        path = f"--critic.path={folder}"
+        assert step_s(files, critic, path) == pytest.approx(once + 5 * share * values, rel=0.02)
+        assert step_s(files, critic, path, "--trainer.passes=2") == pytest.approx(twice + 9 * share * values, rel=0.02)
 
 
 def test_a_plan_that_uses_a_teachers_device_is_refused(

@@ -143,6 +143,7 @@ def test_show_reads_the_record(run: Path) -> None:
         assert (sample.group, sample.member, sample.reward) == (rollout.group, rollout.member, rollout.reward)
         assert sample.response == decode(rollout.response_ids)
         assert sample.advantage == (0.25 if any(rollout.response_mask) else None), "of the sampled tokens"
+        assert sample.value is None, "there was no critic"
         assert sample.step == rollout.group // 4
     unread = RecordedSamples(run)
     assert "tokens: the run's tokenizer can't be read" in next(unread.read([5])).response

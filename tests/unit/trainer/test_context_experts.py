@@ -10,7 +10,7 @@ import pytest
 import torch
 from rank_faults import with_fault
 from rank_processes import Weights, loaded, processes, saved_and_resumed, shard_rows, train
-from tiers import pairs, thinned
+from tiers import pairs
 from tiny_hub import make_hub_model
 from tiny_trainer import make_experiment
 
@@ -146,14 +146,12 @@ QUICK = [
     ("2 copies of cp2", "qwen3", "kept sets"),
     ("2 copies of ep2", "qwen3_moe", "updates"),
 ]
-REST = thinned(
-    pairs(
-        tuple(LAYOUTS),
-        MODELS,
-        tuple(FEATURES),
-        valid=lambda *cell: is_valid(*cell) and cell not in QUICK,
-        marks=(pytest.mark.slow, pytest.mark.long),
-    )
+REST = pairs(
+    tuple(LAYOUTS),
+    MODELS,
+    tuple(FEATURES),
+    valid=lambda *cell: is_valid(*cell) and cell not in QUICK,
+    marks=(pytest.mark.slow, pytest.mark.long),
 )
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from critic_batches import resumed_values, train_values
 from rank_processes import processes
-from tiers import thinned
 from tiny_trainer import make_experiment
 
 from headway.config.load import validate_experiment
@@ -30,7 +29,6 @@ EACH = [
     for layout in LAYOUTS
     for packing in PACKINGS
 ]
-EACH = thinned(EACH)
 
 
 @pytest.fixture(scope="module")

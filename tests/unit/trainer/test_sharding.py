@@ -10,7 +10,6 @@ import pytest
 import torch
 from rank_faults import FAULTS, with_fault
 from rank_processes import Weights, counted, loaded, padded_gradients, processes, saved_and_resumed, train
-from tiers import thinned
 from tiny_hub import make_hub_model
 from tiny_trainer import make_experiment
 
@@ -58,7 +57,6 @@ EACH = [  # the slow ones repeat a case on another layout
     for case in CASES
     for layout in LAYOUTS
 ]
-EACH = thinned(EACH)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import sb3_values as sb3
 import torch
 from critic_batches import defined, rewarded, set_head
 from objective_definition import by_response, on_ranks
@@ -17,6 +18,7 @@ from headway.algorithms.samples import lay_out
 from headway.records.errors import StepRefused
 from headway.records.rollout import Branch, Rollout
 from headway.records.training import TrainBatch
+from headway.telemetry.rollouts.reader import RolloutRecord
 from headway.trainer.checkpoints import checkpoint_path
 from headway.trainer.critic import critic as critic_module
 from headway.trainer.critic.critic import Critic
@@ -109,6 +111,13 @@ def test_the_clipped_loss_takes_the_larger_error() -> None:
     losses.sum().backward()
     expected = torch.tensor([-1.0, 0.0, 1.5, 0.0, -0.9], dtype=torch.float64)
     torch.testing.assert_close(values.grad, expected)
+
+
+def test_stable_baselines3_has_the_same_loss_where_both_take_the_clipped_error() -> None:
+    new, old, returns = (torch.from_numpy(array) for array in (sb3.NEW_VALUES, sb3.VALUES, sb3.RETURNS))
+    losses = clipped_value_loss(new, old, returns, clip=0.2)
+    assert 2 * float(losses.mean()) == pytest.approx(sb3.VALUE_LOSS, rel=1e-6)
+    assert 2 * float(clipped_value_loss(new, old, returns, clip=9.0).mean()) < 0.7 * sb3.VALUE_LOSS
 
 
 def test_returns_count_once_and_only_with_a_version(folder: Path) -> None:
@@ -310,3 +319,29 @@ def test_a_tree_is_refused() -> None:
     sample = msgspec.structs.replace(batch.samples[0], rollout=tree)
     with pytest.raises(ValueError, match=r"rollout 0-0: .*no branches"):
         lay_out(TrainBatch(step=0, samples=(sample,)))
+
+
+def test_the_record_has_values_and_the_report_advantages(folder: Path, tmp_path: Path) -> None:
+    """Of each sample the mean over its loss tokens alone, the 0 of an environment's tokens not counted."""
+    trainer, batch = service(folder, tmp_path), rewarded(5, groups=7)
+    set_head(trainer)
+    expected = defined(service_with_head(folder), batch)
+    report = trainer.train_step(lay_out(batch))
+    trainer.close()
+    record = RolloutRecord(tmp_path).trained(0)
+    rows = zip(batch.samples, report.sample_advantages, expected.values, expected.advantages, strict=True)
+    assert len({len(row) for row in expected.advantages}) > 1
+    for sample, mean, values, advantages in rows:
+        mask = np.array(sample.rollout.response_mask)
+        recorded = record[sample.rollout.group, sample.rollout.member, 0]
+        assert recorded.values is not None
+        np.testing.assert_allclose(recorded.values[mask], values, atol=3e-5)
+        np.testing.assert_allclose(recorded.advantages[mask], advantages, atol=3e-5)
+        assert np.isnan(recorded.values[~mask]).all()
+        assert mean == pytest.approx(float(np.mean(advantages)) if advantages else 0.0, abs=3e-5)
+
+
+def service_with_head(folder: Path) -> TrainerService:
+    trainer = service(folder)
+    set_head(trainer)
+    return trainer

@@ -18,7 +18,7 @@ from headway.telemetry.rollouts.reader import TrainedSequence
 MAX_TOKENS = 20_000  # in a window
 _MAX_PARTS = 5_000
 _CONTEXT_TOKENS = 4  # before a window, since a character of the window may begin there
-_TRAINER = ("trainer_logprobs", "ratios", "clipped", "trained", "advantages")
+_TRAINER = ("trainer_logprobs", "ratios", "clipped", "trained", "advantages", "values")
 _SCALARS = ("trained_reward", "verified", "finish_reason", "resumes", "reprefills", "attempts", "verify_s",
           "environment_s", "judge_tokens")  # fmt: skip
 Array = NDArray[Any]
@@ -101,10 +101,11 @@ def _sequence(
         **dict.fromkeys(_TRAINER),
     }
     if trained is not None and len(trained.logprobs) == len(response):
-        new_logprobs, clipped, in_loss, advantages = (column[low:high] for column in trained)
+        new_logprobs, clipped, in_loss, advantages = (column[low:high] for column in trained[:4])
         ratios = np.exp(np.where(sampled, new_logprobs - logprobs, np.nan))
         rounded = (_rounded(new_logprobs), _rounded(ratios), clipped.tolist(), in_loss.tolist(), _rounded(advantages))
-        values |= dict(zip(_TRAINER, rounded, strict=True))
+        estimates = None if trained.values is None else _rounded(trained.values[low:high])
+        values |= dict(zip(_TRAINER, (*rounded, estimates), strict=True))
     values = {name: None if column is None else [*[None] * in_prompt, *column] for name, column in values.items()}
     return {
         "parts": _parts(len(prompt), mask, _array(columns["turn_ends"])), "tokens": token_texts,

@@ -365,6 +365,7 @@ export class TokenPane {
         ["Clipped", yes(values.clipped?.[i])],
         ["In the loss", values.mask[i] ? yes(values.trained?.[i]) : "no: not sampled"],
         ["Advantage", signed(values.advantages?.[i] ?? null)],
+        ...(values.values ? [["Value", signed(values.values[i])]] : []),
       ] : [["Trainer", "not trained on"]]),
     ];
     fill(this.token, el("dl", {}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
