@@ -19,14 +19,7 @@ from headway.flow.links import StageLinks
 from headway.flow.worker import StageTimes, Traffic
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
-from headway.records.plan import (
-    DevicePool,
-    PlacementPlan,
-    PoolDevices,
-    TimePoint,
-    Workflow,
-    WorkflowStage,
-)
+from headway.records.plan import DevicePool, PlacementPlan, PoolDevices, TimePoint, Workflow, WorkflowStage
 
 _DEVICE = "device"  # the only class: a workflow's devices are assumed to be identical
 _SEARCH = SearchSettings(tolerance=0.01, expansions=200_000)
