@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from headway.embodied.records import Array, Box, EpisodeEnd, Fragment, LaneSimulator, Spaces, to_host
+from headway.embodied.records import Array, Box, EpisodeEnd, Fragment, LaneSimulator, Spaces, mismatch, to_host
 from headway.records.errors import ConfigurationError, SimulatorFailed
 from headway.runtime.devices import resident_bytes
 from headway.runtime.hooks import error_text
@@ -43,9 +43,8 @@ class _Rows:
 
     def __init__(self, steps: int, lanes: int, spaces: Spaces) -> None:
         observations, actions = spaces
-        self.all_observations_tb = np.empty(
-            (steps + 1, lanes, *observations.shape), observations.low.dtype
-        )  # and the last
+        # Those behind the last step included.
+        self.all_observations_tb = np.empty((steps + 1, lanes, *observations.shape), observations.low.dtype)
         is_box = isinstance(actions, Box)
         self.actions_tb = np.empty((steps, lanes, *(actions.shape if is_box else ())), np.float32 if is_box else int)
         self.logprobs_tb, self.values_tb = np.empty((2, steps, lanes), np.float32)
@@ -163,11 +162,8 @@ class LaneBlock:
         """Copy a simulator's array to row ``t``. Raises SimulatorFailed for another shape, or numbers that it can't
         hold."""
         array = to_host(row)
-        if array.shape != rows_tb.shape[1:] or (
-            array.dtype != rows_tb.dtype and not np.can_cast(array.dtype, rows_tb.dtype, "same_kind")
-        ):
-            shape_text = f"{name} of shape {array.shape}, {array.dtype}; valid: {rows_tb.shape[1:]}, {rows_tb.dtype}"
-            self._fail(t, None, shape_text)
+        if problem := mismatch(array, rows_tb[t]):
+            self._fail(t, None, f"{name} of {problem}")
         rows_tb[t] = array
 
     def _fragment(self, version: int, rows: _Rows, started_s: float) -> Fragment:

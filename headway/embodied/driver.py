@@ -33,28 +33,10 @@ from headway.runtime.clock import RealClock
 from headway.runtime.epochs.register import epoch_renewal, take_epoch
 from headway.runtime.run_directory import RunDirectory
 from headway.runtime.supervision import until_interrupted
+from headway.telemetry import ledger
 from headway.telemetry.exporters.exporters import start_exports
-from headway.telemetry.ledger import (
-    EVENT_ACCOUNTING,
-    EVENT_BEST,
-    EVENT_COUNTED,
-    EVENT_END,
-    EVENT_RESUME,
-    EVENT_START,
-    Ledger,
-    read_ledger,
-    read_ledger_tail,
-)
 from headway.telemetry.summary import evaluations, summarise
-from headway.trainer.checkpoints import (
-    CheckpointState,
-    begin_folder,
-    checkpoint_path,
-    commit_folder,
-    keep_last,
-    latest_valid,
-    remove_leftovers,
-)
+from headway.trainer import checkpoints
 
 MAX_SKIPPED = 5  # steps in a row that aren't finite, after which a run ends
 RESTARTS = 3  # deaths of a worker in a row after which it is still started again
@@ -119,7 +101,7 @@ class Training:
         self._clock = RealClock()
         self._began_s = self._step_began_s = self._clock.now()
         self._cpu_s = time.process_time()
-        self._ledger: Ledger
+        self._ledger: ledger.Ledger
         self._is_recording = False  # the ledger is open
         self._episodes = deque[EpisodeEnd](maxlen=WINDOW)
         self._checkpoint_s = 0.0  # of the checkpoint behind the last step
@@ -136,8 +118,8 @@ class Training:
             epoch = await take_epoch(directory.path, disconnect_s, self._clock, take_over=take_over, report=report)
             await stack.enter_async_context(epoch_renewal(epoch))
             self._require_epoch = epoch.require
-            remove_leftovers(directory.path)
-            self._ledger = stack.enter_context(Ledger(directory.path, self._clock))
+            checkpoints.remove_leftovers(directory.path)
+            self._ledger = stack.enter_context(ledger.Ledger(directory.path, self._clock))
             if on_line is not None:
                 self._ledger.subscribe(on_line)
             self._is_recording = True
@@ -149,7 +131,7 @@ class Training:
             await self._train(flow)
             self._conclude()
             shutil.rmtree(self._scratch, ignore_errors=True)
-            tail = read_ledger_tail(directory.path)
+            tail = ledger.read_ledger_tail(directory.path)
             summary = summarise(list(tail.lines.values()), tail.duration_s)
             directory.write_json(directory.summary, summary)
             if self._stopped.is_set():
@@ -166,8 +148,8 @@ class Training:
         """Start the workers and take up the newest checkpoint, if the run is resumed. Raises ConfigurationError for
         simulators or spaces that can't be used."""
         experiment, settings = self._experiment, self._experiment.simulator
-        path, lines = self._directory.path, read_ledger(self._directory.path)
-        checkpoint = latest_valid(path, lambda error: self._ledger.event("checkpoint_corrupt", str(error)))
+        path, lines = self._directory.path, ledger.read_ledger(self._directory.path)
+        checkpoint = checkpoints.latest_valid(path, lambda error: self._ledger.event("checkpoint_corrupt", str(error)))
         counts = FragmentCounts(lives=(0,) * settings.blocks)
         if checkpoint is not None:
             counts = msgspec.json.decode((checkpoint / COUNTS_FILE).read_bytes(), type=FragmentCounts)
@@ -187,7 +169,7 @@ class Training:
         self._rounds = Rounds(settings.blocks, experiment.queue.budget, counts)
         self._plan_rounds()
         self._ledger.event(
-            EVENT_RESUME if self._resume else EVENT_START,
+            ledger.EVENT_RESUME if self._resume else ledger.EVENT_START,
             f"{settings.environment}, {settings.blocks} blocks of {settings.block_lanes} lanes, version {self.version}",
             step=self.version,
             admitted=self._rounds.admitted + self._planned * settings.blocks,
@@ -195,7 +177,7 @@ class Training:
             lane_bytes=sum(present_bytes - idle_bytes for _, idle_bytes, present_bytes in reports) // settings.lanes,
         )
         if self._resume:
-            self._ledger.event(EVENT_COUNTED, "until now", step=self.version, **self._rounds.accounting.data)
+            self._ledger.event(ledger.EVENT_COUNTED, "until now", step=self.version, **self._rounds.accounting.data)
 
     @property
     def version(self) -> int:
@@ -229,12 +211,12 @@ class Training:
         try:
             self._rounds.check()
         except AccountingError as error:
-            self._ledger.event(EVENT_ACCOUNTING, str(error), step=step, balanced=0, **data)
+            self._ledger.event(ledger.EVENT_ACCOUNTING, str(error), step=step, balanced=0, **data)
             raise
-        self._ledger.event(EVENT_ACCOUNTING, "balanced", step=step, balanced=1, **data)
+        self._ledger.event(ledger.EVENT_ACCOUNTING, "balanced", step=step, balanced=1, **data)
         if not self._stopped.is_set():
             reason = "all steps" if self.version >= self._experiment.run.steps else "the time limit"
-            self._ledger.event(EVENT_END, f"{reason}, at version {self.version}", step=self.version)
+            self._ledger.event(ledger.EVENT_END, f"{reason}, at version {self.version}", step=self.version)
 
     def _plan_rounds(self) -> None:
         """Decide how many rounds begin with the next step: those that the budget allows, none when the run ends."""
@@ -322,18 +304,18 @@ class Training:
     async def _checkpoint(self) -> None:
         """Write a checkpoint of the present version, and remove old ones."""
         self._require_epoch()
-        began_s, path = self._clock.now(), checkpoint_path(self._directory.path, self.version)
+        began_s, path = self._clock.now(), checkpoints.checkpoint_path(self._directory.path, self.version)
         await self._save(path, {})
         self._ledger.event("checkpoint", str(path), step=self.version)
-        keep_last(self._directory.path, self._experiment.checkpoint.keep_last)
+        checkpoints.keep_last(self._directory.path, self._experiment.checkpoint.keep_last)
         self._checkpoint_s = self._clock.now() - began_s
 
     async def _save(self, path: Path, metrics: dict[str, float]) -> None:
         """Write the learner and the counts of fragments into a folder, atomically."""
-        scratch = begin_folder(path)
+        scratch = checkpoints.begin_folder(path)
         await self._learn.save(self.version, str(scratch))
         (scratch / COUNTS_FILE).write_bytes(msgspec.json.encode(self._rounds.counts(self._lives)))
-        commit_folder(path, CheckpointState(version=self.version, metrics=metrics))
+        checkpoints.commit_folder(path, checkpoints.CheckpointState(version=self.version, metrics=metrics))
 
     async def _evaluate(self) -> None:
         """Evaluate the present version; keep it as the best if its mean return is higher than those before."""
@@ -371,4 +353,4 @@ class Training:
         if record.reward_mean > self._best_return:
             self._best_return = record.reward_mean
             await self._save(self._directory.best, {"reward_mean": record.reward_mean})
-            self._ledger.event(EVENT_BEST, step=self.version, version=self.version)
+            self._ledger.event(ledger.EVENT_BEST, step=self.version, version=self.version)

@@ -24,6 +24,13 @@ def to_host(array: Any) -> Array:
     return np.from_dlpack(array, device="cpu") if hasattr(array, "__dlpack__") else np.asarray(array)
 
 
+def mismatch(array: Array, row: Array) -> str:
+    """Describe why an array can't be written to ``row``; "": it has its shape, and a type that ``row`` can hold."""
+    if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, "same_kind"):
+        return ""
+    return f"shape {array.shape}, {array.dtype}; valid: {row.shape}, {row.dtype}"
+
+
 @dataclass(frozen=True, eq=False)
 class Box:
     """Arrays of one shape, between bounds that may be infinite. Pictures are uint8, [height, width, channels]."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.block import LaneBlock, seed_of
@@ -46,22 +46,14 @@ class Simulate(Worker):
         self._idle_bytes, self._watchdog = resident_bytes(), self.limited(settings.step_timeout_s)
         self._evaluator = Evaluator(experiment, self.rank, self.world_size)
         self._blocks: list[LaneBlock] = []
+        options: dict[str, Any] = {"seed": seed, "steps": settings.steps_per_fragment, "watchdog": self._watchdog}
         for number in range(self.rank, settings.blocks, self.world_size):
             life = _next_life(Path(lives), number, first_lives[number])
             simulator = open_simulator(settings, settings.block_lanes, partial(seed_of, seed, number, life))
             if not self._blocks:
                 self._spaces = simulator.spaces
                 self._policy = LanePolicy(self._spaces, experiment.policy)
-            block = LaneBlock(
-                simulator,
-                self._policy,
-                self._spaces,
-                seed=seed,
-                number=number,
-                steps=settings.steps_per_fragment,
-                life=life,
-                watchdog=self._watchdog,
-            )
+            block = LaneBlock(simulator, self._policy, self._spaces, number=number, life=life, **options)
             self._blocks.append(block)
 
     def spaces(self) -> tuple[Spaces, int, int]:

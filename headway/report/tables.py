@@ -42,10 +42,10 @@ def summary_rows(summary: RunSummary) -> Rows:
         rows["simulated"] = "no model was trained: rates and waits are those of a scenario"
     if summary.ended:
         rows["ended"] = summary.ended
+    rows["steps"] = f"{summary.steps:,} in {steps_time(summary)}" + ("" if summary.finished else ", not finished")
     if (episodes := summary.episodes) is not None:
         return rows | _episode_rows(summary, episodes)
     rows |= {
-        "steps": f"{summary.steps:,} in {steps_time(summary)}" + ("" if summary.finished else ", not finished"),
         "samples trained": f"{summary.samples_trained:,} ({quantity(summary.trained_per_s)}/s)",
         "solve rate": f"{score(summary.solve_rate_before)} before → {score(summary.solve_rate_after)} after"
         + (f", of version {summary.version_after:,}" if summary.version_after is not None else ""),
@@ -74,7 +74,6 @@ def _episode_rows(summary: RunSummary, episodes: EpisodeStatistics) -> Rows:
     """Describe a run of a policy in simulators."""
     rate = summary.environment_steps / summary.duration_s if summary.duration_s else 0.0
     return {
-        "steps": f"{summary.steps:,} in {steps_time(summary)}" + ("" if summary.finished else ", not finished"),
         "environment steps": f"{summary.environment_steps:,} ({quantity(rate)}/s, starts and evaluations included)",
         "last 100 episodes": returns_text(episodes),
         "best version": "none was evaluated" if summary.best_version is None else f"{summary.best_version:,}",

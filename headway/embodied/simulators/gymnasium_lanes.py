@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.embodied.records import Array, Box, Discrete, LaneSteps, Seeds, Spaces, to_host
+from headway.embodied.records import Array, Box, Discrete, LaneSteps, Seeds, Spaces, mismatch, to_host
 from headway.records.errors import ConfigurationError, SimulatorFailed
 from headway.runtime.hooks import error_text
 
@@ -32,21 +32,21 @@ class SeparateLanes:
             if spaces != self.spaces:
                 raise ConfigurationError(f"lane {lane} of the simulator has {spaces}; valid: lane 0's {self.spaces}")
         self.lanes = self.constructions = len(environments)
-        self._shape, self._dtype = self.spaces.observations.shape, self.spaces.observations.low.dtype
         self._episodes = [0] * self.lanes
         self._succeeded: dict[int, bool] = {}
 
     def reset(self) -> Array:
         self._episodes = [0] * self.lanes
         self._succeeded = {}
-        return np.stack([self._begin(lane) for lane in range(self.lanes)]).astype(self._dtype, copy=False)
+        return np.stack([self._begin(lane) for lane in range(self.lanes)]).astype(
+            self.spaces.observations.low.dtype, copy=False
+        )
 
     def step(self, actions_b: Array) -> LaneSteps:
-        observations_b = np.empty((self.lanes, *self._shape), self._dtype)
-        rewards_b = np.empty(self.lanes)
+        low = self.spaces.observations.low
+        observations_b, rewards_b = np.empty((self.lanes, *low.shape), low.dtype), np.empty(self.lanes)
         terminated_b, truncated_b = np.zeros((2, self.lanes), np.bool_)
-        final_observations: dict[int, Array] = {}
-        successes: dict[int, bool] = {}
+        final_observations, successes = dict[int, Array](), dict[int, bool]()
         lane = 0
         try:
             for lane, environment in enumerate(self._environments):
@@ -86,12 +86,8 @@ class SeparateLanes:
     def _checked(self, lane: int, observation: Any) -> Array:
         """Return the observation as an array of its space. Raises SimulatorFailed for one of another."""
         array = np.asarray(observation)
-        if array.shape != self._shape or (
-            array.dtype != self._dtype and not np.can_cast(array.dtype, self._dtype, "same_kind")
-        ):
-            raise SimulatorFailed(
-                f"observation of shape {array.shape}, {array.dtype}; valid: {self._shape}, {self._dtype}", lane
-            )
+        if problem := mismatch(array, self.spaces.observations.low):
+            raise SimulatorFailed(f"observation of {problem}", lane)
         return array
 
 
@@ -133,8 +129,7 @@ class VectorLanes:
         counted_b = ~self._ended_b
         ended_b = terminated_b | truncated_b
         self._ended_b = ended_b if self._next_step else np.zeros_like(ended_b)
-        final_observations: dict[int, Array] = {}
-        successes: dict[int, bool] = {}
+        final_observations, successes = dict[int, Array](), dict[int, bool]()
         if ended_b.any():
             final_infos = infos if self._next_step else infos.get("final_info", {})
             final_obs = observations_b if self._next_step else infos.get("final_obs")

@@ -128,12 +128,7 @@ class SimulatorPool:
         task = asyncio.get_running_loop().create_task(simulator.executor.run(close_game, simulator.env))
         self._closing.add(task)
         task.add_done_callback(lambda _: simulator.executor.end())
-        task.add_done_callback(self._on_closed)
-
-    def _on_closed(self, task: asyncio.Task[None]) -> None:
-        self._closing.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.warning("a game can't be closed: %s: %s", type(error).__name__, error)
+        task.add_done_callback(self._closing.discard)  # asyncio logs an error of a game that can't be closed
 
 
 def close_game(env: Any) -> None:
