@@ -52,7 +52,6 @@ def train(
     ``run.stop_grace_s``; twice: stop at once); other HeadwayErrors name the cause of the end.
     """
     directory = RunDirectory(experiment.run.directory)
-    former_config = directory.begin(experiment, resume=resume)
     training = Training(experiment, directory, resume)
     plan: Any = plan_of(experiment)
     options: dict[str, Any] = {"on_event": training.record_incident, "directory": directory.path, "resume": True}
@@ -61,18 +60,13 @@ def train(
     if experiment.plans_itself:
         plan = "auto"
         options |= {"devices": experiment.devices, "items": experiment.simulator.blocks}
-    try:
-        return run(training.workflow, plan, take_over, on_line, **options)
-    except RunLocked:  # by a process elsewhere: its folder stays as it was
-        if former_config is not None:
-            directory.store(former_config)
-        raise
-    except Exception as error:  # raised again; not after Ctrl-C, whose message names --resume
-        if not (resume or training.has_begun or isinstance(error, Interrupted)):
-            directory.withdraw()  # so that the same command starts from the beginning
-        raise
-    finally:
-        directory.release()
+    with directory.held(experiment, resume=resume):
+        try:
+            return run(training.workflow, plan, take_over, on_line, **options)
+        except Exception as error:  # raised again; not after Ctrl-C, whose message names --resume
+            if not (resume or training.has_begun or isinstance(error, (Interrupted, RunLocked))):
+                directory.withdraw()  # so that the same command starts from the beginning
+            raise
 
 
 def plan_of(experiment: SimulatorExperiment) -> ExecutionPlan:

@@ -108,7 +108,6 @@ class Learn(Worker):
         taken: list[Fragment] = []
         async for chunk in fragments.chunks(order=lambda fragment: fragment.block):
             taken += chunk
-        arrived_s = time.monotonic()
         if len(taken) != blocks:
             raise RuntimeError(f"step {version}: {len(taken)} fragments of {blocks} blocks came")
         async with self.turn():
@@ -128,7 +127,6 @@ class Learn(Worker):
             counts={
                 "transitions": sum(fragment.transitions for fragment in taken),
                 "simulate_s": sum(fragment.seconds for fragment in taken),
-                "device_wait_s": computing_s - arrived_s,
                 "worker_bytes": max(fragment.worker_bytes for fragment in taken),
                 "learner_bytes": resident_bytes(),
                 "constructions": sum(fragment.constructions for fragment in taken),

@@ -36,7 +36,7 @@ from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import changed_data, load_task_sets, named_verifiers
 from headway.orchestrator.teachers.start import start_teachers
-from headway.records.errors import HeadwayError, Interrupted, RunLocked
+from headway.records.errors import HeadwayError, Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.records.task import Task
 from headway.records.trace import QueueSnapshot, TraceLine, WorkerState
@@ -78,15 +78,8 @@ def train(
     of the end.
     """
     directory = RunDirectory(experiment.run.directory)
-    former_config = directory.begin(experiment, resume=resume)
-    try:
+    with directory.held(experiment, resume=resume):
         return asyncio.run(_train(experiment, directory, resume, take_over, on_line))
-    except RunLocked:  # by an orchestrator elsewhere: its folder stays as it was
-        if former_config is not None:
-            directory.store(former_config)
-        raise
-    finally:
-        directory.release()
 
 
 def run_identity(directory: str | Path) -> str:

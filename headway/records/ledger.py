@@ -168,7 +168,6 @@ class EpisodeStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     transitions: int = 0  # of this step's fragments: environment steps that were trained
     steps_per_s: float = 0.0  # of these, over the whole step
     simulate_s: float = 0.0  # summed over blocks: in which the fragments were collected
-    device_wait_s: float = 0.0  # of the learner: until the simulators had yielded its devices
     worker_bytes: int = 0  # largest resident memory of a simulators' worker
     learner_bytes: int = 0  # resident memory of the learner
     constructions: int = 0  # simulator objects since the run began

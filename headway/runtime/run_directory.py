@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Generator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ import msgspec
 from headway.config.load import placed_experiment, require_resumable, validate, validate_experiment
 from headway.config.schema import Experiment
 from headway.config.simulation import AnyExperiment, SimulatorExperiment
-from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayError
+from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayError, RunLocked
 from headway.records.plan import PlacementFile, RunPlacement
 from headway.runtime.file_lock import FileLock
 from headway.runtime.file_systems import require_local
@@ -127,6 +128,20 @@ class RunDirectory:
             self.release()
             raise
         return stored_experiment
+
+    @contextlib.contextmanager
+    def held(self, experiment: AnyExperiment, *, resume: bool) -> Generator[None]:
+        """`begin` a run that lasts as long as the block. At RunLocked by a process elsewhere the folder is left as it
+        was."""
+        former_experiment = self.begin(experiment, resume=resume)
+        try:
+            yield
+        except RunLocked:
+            if former_experiment is not None:
+                self.store(former_experiment)
+            raise
+        finally:
+            self.release()
 
     def require_startable(self, *, resume: bool) -> None:
         """Raise ConfigurationError where a new run would overwrite an old one, or there is nothing to resume."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from headway.config.simulation import SimulatorConfig
 from headway.embodied.records import LaneSimulator, Seeds
@@ -54,16 +54,11 @@ def _open_object(make: Callable[..., Any], arguments: dict[str, Any], lanes: int
     """Build lanes by a user's class or function."""
     parameters = inspect.signature(make).parameters
     if "lanes" in parameters and "seeds" in parameters:
-        simulator = make(lanes=lanes, seeds=[seeds(lane, 0) for lane in range(lanes)], **arguments)
-        _require_lanes(simulator.lanes, lanes)
-        return cast("LaneSimulator", simulator)
-    if "num_envs" not in parameters:
-        return SeparateLanes([make(**arguments) for _ in range(lanes)], seeds)
-    vector = make(num_envs=lanes, **arguments)
-    _require_lanes(vector.num_envs, lanes)
-    return VectorLanes(vector, seeds)
-
-
-def _require_lanes(count: int, lanes: int) -> None:
-    if count != lanes:
-        raise ConfigurationError(f"{KEY}: it has {count} lanes; valid: the {lanes} of simulator.block_lanes")
+        simulator: LaneSimulator = make(lanes=lanes, seeds=[seeds(lane, 0) for lane in range(lanes)], **arguments)
+    elif "num_envs" in parameters:
+        simulator = VectorLanes(make(num_envs=lanes, **arguments), seeds)
+    else:
+        simulator = SeparateLanes([make(**arguments) for _ in range(lanes)], seeds)
+    if simulator.lanes != lanes:
+        raise ConfigurationError(f"{KEY}: it has {simulator.lanes} lanes; valid: the {lanes} of simulator.block_lanes")
+    return simulator
