@@ -75,7 +75,7 @@ def test_killed_simulators_are_rebuilt_and_the_others_go_on(tmp_path: Path, budg
 
     def on_line(line: LedgerLine) -> None:
         if isinstance(line, StepRecord) and line.version in kills:
-            (trouble / ("kill" if line.version % 2 else "crash")).touch()
+            (trouble / ("step.kill" if line.version % 2 else "crash")).write_text("1")
 
     experiment = walk_experiment(
         tmp_path / "run",
@@ -96,7 +96,7 @@ def test_killed_simulators_are_rebuilt_and_the_others_go_on(tmp_path: Path, budg
 
 @pytest.mark.real
 def test_hung_simulator_is_ended_and_rebuilt(tmp_path: Path):
-    (tmp_path / "hang").touch()
+    (tmp_path / "step.hang").write_text("1")
     experiment = walk_experiment(
         tmp_path / "run", simulator={"arguments": {"trouble": str(tmp_path)}, "step_timeout_s": 1.0}
     )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from faulty_embodied import passed
 
 from headway.config.load import validate
 from headway.config.simulation import SimulatorExperiment
@@ -23,14 +24,26 @@ STEPS = 4
 class Walk:
     """Lanes that walk on a line towards 0: an episode ends by termination near it, or is cut after some steps.
 
-    ``trouble``: a folder; a file ``kill``, ``crash`` or ``hang`` in it is removed, and this process killed by SIGKILL
-    or SIGSEGV, or hung. ``leak``: bytes that each step leaves allocated."""
+    ``trouble``: a folder: each step is the point "step" of `faulty_embodied.passed`, and a file ``crash`` in it is
+    removed, and this process ended by SIGSEGV. ``leak``: bytes that each step leaves allocated. ``mortal``: seeds of
+    first lanes; lanes with one of them kill this process in step ``dies_at``, so that blocks are lost at the same step
+    under any placement."""
 
     constructions = 1
     seeded_by_reset = True
 
-    def __init__(self, lanes: int, seeds: Sequence[int], trouble: str = "", length: int = 9, leak: int = 0) -> None:
+    def __init__(
+        self,
+        lanes: int,
+        seeds: Sequence[int],
+        trouble: str = "",
+        length: int = 9,
+        leak: int = 0,
+        mortal: Sequence[int] = (),
+        dies_at: int = 0,
+    ) -> None:
         self._leak, self._leaked = leak, list[bytes]()
+        self._steps_to_live = dies_at if seeds[0] in mortal else math.inf
         bound = np.full(2, np.inf, np.float32)
         self.spaces = Spaces(Box(-bound, bound), Box(np.full(1, -1, np.float32), np.full(1, 1, np.float32)))
         self.lanes, self._seeds, self._trouble, self._length = lanes, seeds, trouble, length
@@ -45,6 +58,9 @@ class Walk:
 
     def step(self, actions_b: Array) -> LaneSteps:
         self._be_troubled()
+        self._steps_to_live -= 1
+        if not self._steps_to_live:
+            os.kill(os.getpid(), signal.SIGKILL)
         self._leaked.append(b"x" * self._leak)
         self._at_b = self._at_b + 0.3 * actions_b[:, 0]
         self._steps_b = self._steps_b + 1
@@ -69,12 +85,12 @@ class Walk:
         return np.stack([self._at_b, self._steps_b / self._length], axis=1).astype(np.float32)
 
     def _be_troubled(self) -> None:
-        for name in ("kill", "crash", "hang") if self._trouble else ():
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(self._trouble, name))
-                if name != "hang":
-                    os.kill(os.getpid(), signal.SIGKILL if name == "kill" else signal.SIGSEGV)
-                time.sleep(3600)
+        if not self._trouble:
+            return
+        passed(Path(self._trouble), "step")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(self._trouble, "crash"))
+            os.kill(os.getpid(), signal.SIGSEGV)
 
 
 class Lost(Walk):
