@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class ActorCritic:
         """``library``: `numpy` or `torch`; ``convert`` brings NumPy's arrays to it. Raises ConfigurationError for
         squashed actions without bounds."""
         self.distribution = distribution_of(spaces.actions, settings.squash, library, convert)
-        self._library, self._layers = library, range(len(settings.hidden))
+        self.convert, self._library, self._layers = convert, library, range(len(settings.hidden))
         self.reads_pictures = spaces.observations.is_picture
         self._convolutions = ()
         shapes, width = dict[str, tuple[int, ...]](), math.prod(spaces.observations.shape)
@@ -99,16 +99,6 @@ def normalised(observations_n: Any, mean: Any, deviation: Any) -> Any:
     return ((observations_n - mean) / deviation).clip(-CLIP, CLIP)
 
 
-class _Loaded(NamedTuple):
-    """Weights in the arrays of one library, on one device."""
-
-    network: ActorCritic
-    parameters: Mapping[str, Any]
-    mean: Any  # of observations, flat
-    deviation: Any
-    convert: Callable[[Any], Any]  # NumPy's arrays to the library's
-
-
 class LanePolicy:
     """The policy as it acts in the lanes of a block.
 
@@ -118,51 +108,53 @@ class LanePolicy:
     def __init__(self, spaces: Spaces, settings: PolicyConfig) -> None:
         """Raises ConfigurationError for squashed actions without bounds."""
         self._spaces, self._settings = spaces, settings
-        self._reads_pictures = ActorCritic(spaces, settings).reads_pictures
+        self._network = ActorCritic(spaces, settings)
         self._weights: PolicyWeights | None = None
-        self._loaded: _Loaded | None = None  # where the observations since the last ``load`` were
+        self._parameters: Mapping[str, Any] = {}  # where the observations since the last ``load`` were
+        self._mean: Any = None  # of observations, flat, beside them
+        self._deviation: Any = None
 
     def load(self, weights: PolicyWeights) -> None:
         """Act by these weights from now on."""
-        self._weights, self._loaded = weights, None
+        self._weights, self._parameters = weights, {}
 
     def act(self, observations_b: Any, noise_b: Array) -> tuple[Any, Any, Any]:
         """Return actions of lanes [b, ...] before they are clipped, their log-probabilities [b] and the values [b] of
         the observations, all by one forward pass. ``noise_b``: standard normal as the actions are, or uniform [b] for
         one of several. Observations that are no NumPy array come by DLPack, and get tensors on their device."""
-        loaded, outputs_b, values_b = self._forward(observations_b)
+        outputs_b, values_b = self._forward(observations_b)
         if isinstance(self._spaces.actions, Box):
             noise_b = noise_b.reshape(len(noise_b), -1)
-        log_deviations = loaded.parameters["log_deviations"]
-        actions_b, logprobs_b = loaded.network.distribution.sample(outputs_b, log_deviations, loaded.convert(noise_b))
+        network, log_deviations = self._network, self._parameters["log_deviations"]
+        actions_b, logprobs_b = network.distribution.sample(outputs_b, log_deviations, network.convert(noise_b))
         convert = np.asarray if isinstance(observations_b, np.ndarray) else lambda tensor_b: tensor_b
         return convert(self._shaped(actions_b)), convert(logprobs_b), convert(values_b)
 
     def act_greedily(self, observations_b: Any) -> Any:
         """Return the likeliest actions of lanes [b, ...] (of squashed ones the median)."""
-        loaded, outputs_b, _ = self._forward(observations_b)
-        actions_b = self._shaped(loaded.network.distribution.mode(outputs_b))
+        outputs_b, _ = self._forward(observations_b)
+        actions_b = self._shaped(self._network.distribution.mode(outputs_b))
         return np.asarray(actions_b) if isinstance(observations_b, np.ndarray) else actions_b
 
-    def _forward(self, observations_b: Any) -> tuple[_Loaded, Any, Any]:
-        """Return the weights where the observations are, and what actor and critic put out."""
-        in_numpy = isinstance(observations_b, np.ndarray) and not self._reads_pictures
+    def _forward(self, observations_b: Any) -> tuple[Any, Any]:
+        """Return what actor and critic put out."""
+        in_numpy = isinstance(observations_b, np.ndarray) and not self._network.reads_pictures
         inputs_b: Any = observations_b
         if not in_numpy:
             import torch
 
             is_array = isinstance(observations_b, np.ndarray)
             inputs_b = torch.from_numpy(observations_b) if is_array else torch.from_dlpack(observations_b)
-        if (loaded := self._loaded) is None:
-            loaded = self._loaded = self._load_beside(inputs_b)
-        if not self._reads_pictures:
+        if not self._parameters:
+            self._load_beside(inputs_b)
+        if not self._network.reads_pictures:
             inputs_b = inputs_b.reshape(len(inputs_b), -1)
             if self._settings.normalize:
-                inputs_b = normalised(inputs_b, loaded.mean, loaded.deviation)
+                inputs_b = normalised(inputs_b, self._mean, self._deviation)
             inputs_b = inputs_b.astype(np.float32) if in_numpy else inputs_b.float()
-        return loaded, *loaded.network.forward(loaded.parameters, inputs_b)
+        return self._network.forward(self._parameters, inputs_b)
 
-    def _load_beside(self, inputs_b: Any) -> _Loaded:
+    def _load_beside(self, inputs_b: Any) -> None:
         """Bring the weights to the library and device of ``inputs_b``."""
         weights, library, convert = self._weights, np, np.asarray
         assert weights is not None, "act before load"
@@ -170,9 +162,9 @@ class LanePolicy:
             import torch
 
             library, convert = torch, partial(torch.as_tensor, device=inputs_b.device)
-        network = ActorCritic(self._spaces, self._settings, library, convert)
-        mean, deviation = (convert(array.reshape(-1)) for array in weights[2:])
-        return _Loaded(network, network.views(convert(weights.parameters_p)), mean, deviation, convert)
+        self._network = ActorCritic(self._spaces, self._settings, library, convert)
+        self._parameters = self._network.views(convert(weights.parameters_p))
+        self._mean, self._deviation = (convert(array.reshape(-1)) for array in weights[2:])
 
     def _shaped(self, actions_b: Any) -> Any:
         space = self._spaces.actions
