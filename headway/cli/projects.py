@@ -148,10 +148,7 @@ def _substitutions(module: str) -> dict[str, str]:
 
 
 def write_files(
-    template: str,
-    folder: Path,
-    substitutions: Mapping[str, str] | None = None,
-    changed: tuple[Path, str] | None = None,
+    template: str, folder: Path, substitutions: Mapping[str, str] | None = None, changed: tuple[Path, str] | None = None
 ) -> None:
     """Copy a template's files to ``folder``, which must be empty or not exist.
 

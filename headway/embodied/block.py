@@ -113,9 +113,8 @@ class LaneBlock:
         self._simulator.close()
 
     def _noise(self) -> Array:
-        generator = np.random.Generator(
-            np.random.Philox(key=[self._seed % 2**64, self.number], counter=[0, 0, 0, self.fragments])
-        )
+        bits = np.random.Philox(key=[self._seed % 2**64, self.number], counter=[0, 0, 0, self.fragments])
+        generator = np.random.Generator(bits)
         shape = (self._steps, self._simulator.lanes)
         if isinstance(self._spaces.actions, Box):
             return generator.standard_normal((*shape, *self._spaces.actions.shape), dtype=np.float32)

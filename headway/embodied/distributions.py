@@ -67,8 +67,9 @@ class SquashedGaussian:
         self._log_volume = float(np.log(half_d).sum())
 
     def sample(self, outputs_nd: Any, log_deviations_d: Any, noise_n: Any) -> tuple[Any, Any]:
-        samples_nd, _ = self._normal.sample(outputs_nd, log_deviations_d, noise_n)
-        samples_nd = samples_nd.clip(-_LARGEST_SAMPLE, _LARGEST_SAMPLE)
+        samples_nd = self._normal.sample(outputs_nd, log_deviations_d, noise_n)[0].clip(
+            -_LARGEST_SAMPLE, _LARGEST_SAMPLE
+        )
         logprobs_n, _ = self._normal.scores(outputs_nd, log_deviations_d, samples_nd)
         return self.mode(samples_nd), logprobs_n - self._log_slopes(samples_nd)
 

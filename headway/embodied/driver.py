@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +106,8 @@ class Training:
         """Run from its start to its end."""
         experiment, directory = self._experiment, self._directory
         async with until_interrupted(experiment.run.stop_grace_s) as self._stopped, AsyncExitStack() as stack:
-            disconnect_s, report = experiment.cluster.disconnect_timeout_s, partial(print, file=sys.stderr)
-            epoch = await take_epoch(directory.path, disconnect_s, self._clock, take_over=take_over, report=report)
+            disconnect_s = experiment.cluster.disconnect_timeout_s
+            epoch = await take_epoch(directory.path, disconnect_s, self._clock, take_over=take_over)
             await stack.enter_async_context(epoch_renewal(epoch))
             self._require_epoch = epoch.require
             checkpoints.remove_leftovers(directory.path)
@@ -231,7 +229,7 @@ class Training:
 
     async def _step(self) -> None:
         """Train on the oldest round, and record the step."""
-        oldest, version = self._rounds.oldest, self.version
+        oldest, version = self._rounds.under_way[0], self.version
         learning = self._learn.step(version, self._rounds.blocks, oldest.channel)
         await oldest.call
         oldest.channel.close()
@@ -246,8 +244,7 @@ class Training:
         self._ledger.record(self._record(version, report))
         if self._skipped == MAX_SKIPPED:
             raise StepRefused(
-                f"{MAX_SKIPPED} steps in a row weren't finite (version {version}): a lower trainer.learning_rate, or "
-                "rewards and observations of a smaller scale (policy.normalize), may help"
+                f"{MAX_SKIPPED} steps in a row weren't finite (version {version}): try a lower trainer.learning_rate"
             )
 
     def _record(self, step: int, report: LearnReport) -> StepRecord:

@@ -39,11 +39,19 @@ class Evaluator:
     def run(self, policy: LanePolicy, video: str, watchdog: Watchdog) -> tuple[list[EpisodeEnd], str]:
         """Run the episodes, to at most `MAX_STEPS`. ``video``: file for the first lane's; "": none. Returns those that
         have ended, and why there is no video where one was asked for."""
-        episodes, problem = list[EpisodeEnd](), ""
+        episodes, problem, steps = list[EpisodeEnd](), "", self._settings.steps_per_fragment
         for block, lanes in self._lanes.items():
             frames = _Frames(video) if video and block == 0 else None
             simulator = self._simulators.pop(block, None) or self._open(block, draws=frames is not None)
-            ended = self._first_episodes(block, simulator, _GreedyPolicy(policy, simulator, frames), watchdog)
+            acting = _GreedyPolicy(policy, simulator, frames)
+            options = {"seed": self._seed, "number": _HELD_OUT + block, "steps": steps}
+            lane_block = LaneBlock(simulator, acting, simulator.spaces, watchdog=watchdog, **options)
+            ended = dict[int, EpisodeEnd]()  # by lane, its first episode
+            for _ in range(-(-MAX_STEPS // steps)):
+                for episode in lane_block.collect(0).episodes:
+                    ended.setdefault(episode.lane, episode)
+                if len(ended) == simulator.lanes:
+                    break
             if simulator.seeded_by_reset:
                 self._simulators[block] = simulator
             else:
@@ -65,20 +73,6 @@ class Evaluator:
             arguments = {"render_mode": "rgb_array", **settings.arguments}
             settings = settings.model_copy(update={"arguments": arguments})
         return open_simulator(settings, settings.block_lanes, partial(seed_of, self._seed, _HELD_OUT + block, 0))
-
-    def _first_episodes(
-        self, block: int, simulator: LaneSimulator, policy: _GreedyPolicy, watchdog: Watchdog
-    ) -> dict[int, EpisodeEnd]:
-        """Run each lane to the end of its first episode; returns those that have ended, by lane."""
-        steps, ended = self._settings.steps_per_fragment, dict[int, EpisodeEnd]()
-        options = {"seed": self._seed, "number": _HELD_OUT + block, "steps": steps}
-        lane_block = LaneBlock(simulator, policy, simulator.spaces, watchdog=watchdog, **options)
-        for _ in range(-(-MAX_STEPS // steps)):
-            for episode in lane_block.collect(0).episodes:
-                ended.setdefault(episode.lane, episode)
-            if len(ended) == simulator.lanes:
-                break
-        return ended
 
 
 class _GreedyPolicy:

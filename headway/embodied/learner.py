@@ -92,8 +92,7 @@ class FragmentLearner:
                 continue
             gain = {"actor": 0.01, "critic": 1.0}.get(name, math.sqrt(2.0))
             for matrix in view if name.startswith("hidden") else [view]:
-                weights = torch.empty(matrix.shape)
-                matrix.copy_(torch.nn.init.orthogonal_(weights, gain, generator=generator))
+                matrix.copy_(torch.nn.init.orthogonal_(torch.empty(matrix.shape), gain, generator=generator))
 
     def step(self, fragments: Sequence[Fragment]) -> dict[str, float]:
         """Train on a fragment of each block, by block number; returns the step's metrics."""
@@ -187,8 +186,7 @@ class FragmentLearner:
             outputs_m, values_m = self._network.forward(self._parameters, inputs_n[idx_m])
             values.append(values_m.cpu())
             if actions_n is not None:
-                logprobs_m, _ = self._scores(outputs_m, actions_n[idx_m])
-                logprobs.append(logprobs_m.cpu())
+                logprobs.append(self._scores(outputs_m, actions_n[idx_m])[0].cpu())
         return torch.cat(logprobs).numpy(), torch.cat(values).numpy()
 
     def _scores(self, outputs_m: Tensor, actions_m: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,9 +248,8 @@ def _metrics(terms: LossTerms, updates: Sequence[_Update], algorithm: EmbodiedAl
     metrics["clip_fraction"] = float(np.concatenate([update.loss.clipped_m for update in updates]).mean())
     metrics["kl"], metrics["ratio_deviation"] = ratio_changes(log_ratios_n)
     numbers = [(each.loss.policy_loss, each.loss.value_loss, each.entropy, each.grad_norm) for each in updates]
-    means = np.mean(numbers, axis=0).tolist()
-    metrics |= zip(("policy_loss", "value_loss", "entropy", "grad_norm"), means, strict=True)
-    metrics["loss"] = metrics["policy_loss"] + algorithm.value_coefficient * metrics["value_loss"]
-    metrics["loss"] -= algorithm.entropy_coefficient * metrics["entropy"]
+    policy, value, entropy, grad_norm = np.mean(numbers, axis=0).tolist()
+    metrics |= {"policy_loss": policy, "value_loss": value, "entropy": entropy, "grad_norm": grad_norm}
+    metrics["loss"] = policy + algorithm.value_coefficient * value - algorithm.entropy_coefficient * entropy
     quantiles = np.exp(np.quantile(log_ratios_n[-len(targets_n) :], (0.01, 0.5, 0.99, 1.0))).tolist()
     return metrics | dict(zip(("ratio_p01", "ratio_p50", "ratio_p99", "ratio_max"), quantiles, strict=True))

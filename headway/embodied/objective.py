@@ -29,9 +29,8 @@ def steps_of(
     next_values_tb = np.concatenate([values_tb[1:], last_values_b[None]])
     next_values_tb[tuple(fragment.final_at.T)] = finals_n
     next_values_tb[fragment.terminated_tb] = 0.0
-    ended_tb, counted_tb = fragment.terminated_tb | fragment.truncated_tb, fragment.counted_tb
-    continues_tb = ~ended_tb & counted_tb
-    continues_tb[:-1] &= counted_tb[1:]
+    continues_tb = fragment.counted_tb & ~(fragment.terminated_tb | fragment.truncated_tb)
+    continues_tb[:-1] &= fragment.counted_tb[1:]
     return Steps(rewards_tb, values_tb, next_values_tb, continues_tb)
 
 

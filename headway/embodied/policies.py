@@ -111,8 +111,7 @@ class LanePolicy:
         self._network = ActorCritic(spaces, settings)
         self._weights: PolicyWeights | None = None
         self._parameters: Mapping[str, Any] = {}  # where the observations since the last ``load`` were
-        self._mean: Any = None  # of observations, flat, beside them
-        self._deviation: Any = None
+        self._mean = self._deviation = None  # of observations, flat, beside them
 
     def load(self, weights: PolicyWeights) -> None:
         """Act by these weights from now on."""

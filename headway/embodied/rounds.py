@@ -61,20 +61,20 @@ class Rounds:
             ended[msgspec.convert(ending, Ending), reason] += count
         self.accounting.restore(next_index=counts.admitted, open_members={}, ended=ended, failures={})
         self._open_groups = OpenGroups(blocks, budget, "wait")
-        self._under_way: deque[Round] = deque()
+        self.under_way: deque[Round] = deque()
         self.next_number = counts.rounds  # of the round that begins next
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self.under_way)
 
     @property
     def ended(self) -> int:
         """The number of rounds that have ended since the run began."""
-        return self.next_number - len(self._under_way)
+        return self.next_number - len(self.under_way)
 
     @property
     def open_fragments(self) -> int:
-        return len(self._under_way) * self.blocks
+        return len(self.under_way) * self.blocks
 
     def admissible(self, completed: int, last: int) -> int:
         """The number of rounds that may begin now, at version ``completed``, in a run of ``last`` steps."""
@@ -85,7 +85,7 @@ class Rounds:
             groups_per_step=self.blocks,
             budget=self._budget,
         )
-        return min(fragments // self.blocks, last - completed - len(self._under_way))
+        return min(fragments // self.blocks, last - completed - len(self.under_way))
 
     def begin(self, version: int, channel: Any, call: Any) -> None:
         """Add the next round."""
@@ -95,12 +95,12 @@ class Rounds:
             self._open_groups.add(OpenGroup(index=index, first_version=version, state="running"))
         self.admitted = indices.stop
         number, self.next_number = self.next_number, self.next_number + 1
-        self._under_way.append(Round(number=number, version=version, indices=indices, channel=channel, call=call))
+        self.under_way.append(Round(number=number, version=version, indices=indices, channel=channel, call=call))
 
     def take(self, step: int) -> Round:
         """Take the oldest round, all of whose fragments are there, for ``step``. Raises BudgetExceeded, and
         AccountingError where the selection under the budget is another."""
-        oldest = self._under_way[0]
+        oldest = self.under_way[0]
         for index in oldest.indices:
             self._open_groups.add(OpenGroup(index=index, first_version=oldest.version, state="finished"))
         selection = self._open_groups.select(step)
@@ -110,15 +110,11 @@ class Rounds:
 
     def end(self, taken: Round, *, skipped: bool) -> None:
         """End the fragments of the round that `take` returned: trained, or lost for a step that wasn't finite."""
-        self._under_way.popleft()
+        self.under_way.popleft()
         ending, reason = ("discarded", "step not finite") if skipped else ("trained", "step")
         for index in taken.indices:
             self._open_groups.remove(index)
             self.accounting.end(index, 0, ending, reason)
-
-    @property
-    def oldest(self) -> Round:
-        return self._under_way[0]
 
     def check(self) -> None:
         """Compare the accounting with the rounds. Raises AccountingError."""

@@ -48,14 +48,15 @@ class RunningStatistics:
                 returns_tb[step] = returns_b = discount * returns_b + rewards_b
                 returns_b = np.where(ended_tb[step] | ~fragment.counted_tb[step], 0.0, returns_b)
             lanes[fragment.block] = fragment.life, returns_b
-            returns = _joined(returns, returns_tb[fragment.counted_tb])
+            returns = Moments.joined([returns, Moments.of(returns_tb[fragment.counted_tb])])
         return replace(self, returns=returns, lanes=lanes)
 
     def with_observations_of(self, fragments: Sequence[Fragment]) -> RunningStatistics:
         """Add the observations on which the policy acted."""
         observations = self.observations
         for fragment in fragments:
-            observations = _joined(observations, fragment.observations_tb[fragment.counted_tb])
+            counted = Moments.of(fragment.observations_tb[fragment.counted_tb])
+            observations = Moments.joined([observations, counted])
         return replace(self, observations=observations)
 
     def state(self) -> dict[str, NDArray[np.float64]]:
@@ -72,8 +73,7 @@ class RunningStatistics:
         """The statistics whose `state` is among ``arrays``."""
 
         def moments(name: str) -> Moments:
-            count, mean, squares = (arrays[f"{name}.{key}"] for key in ("count", "mean", "squares"))
-            return Moments(count=float(count), mean=mean, squares=squares)
+            return Moments(**{key: arrays[f"{name}.{key}"][()] for key in ("count", "mean", "squares")})
 
         lanes = {
             int(name.removeprefix("lanes.")): (int(array[-1]), array[:-1])
@@ -81,8 +81,3 @@ class RunningStatistics:
             if name.startswith("lanes.")
         }
         return cls(observations=moments("observations"), returns=moments("returns"), lanes=lanes)
-
-
-def _joined(moments: Moments, arrays_n: Array) -> Moments:
-    """``moments`` with those of further arrays [n, ...]."""
-    return Moments.joined([moments, Moments.of(arrays_n)]) if len(arrays_n) else moments

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -93,13 +92,7 @@ async def _train(
 ) -> RunSummary:
     clock = RealClock()
     async with _interruptible() as interrupts, AsyncExitStack() as stack:
-        epoch = await take_epoch(
-            directory.path,
-            experiment.cluster.disconnect_timeout_s,
-            clock,
-            take_over=take_over,
-            report=partial(print, file=sys.stderr),
-        )
+        epoch = await take_epoch(directory.path, experiment.cluster.disconnect_timeout_s, clock, take_over=take_over)
         await stack.enter_async_context(epoch_renewal(epoch))
         identity = run_identity(directory.path)
         remove_leftovers(directory.path)  # from here on no other process uses the folder

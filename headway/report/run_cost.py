@@ -49,10 +49,7 @@ def live_cost(costs: DeviceCosts, price: float, *, duration_s: float, steps: int
 def cost_of_run(view: RunView, price: float) -> LiveCost:
     """Compute the cost of a run. Raises ConfigurationError when its stored configuration, which names the devices,
     can't be read."""
-    totals = {
-        "steps": view.summary.steps,
-        "trained_tokens": sum(step.flow.trained_tokens for step in view.steps),
-    }
+    totals = {"steps": view.summary.steps, "trained_tokens": sum(step.flow.trained_tokens for step in view.steps)}
     is_simulated = "simulator" in view.configuration
     experiment = RunDirectory(view.path).read_any_experiment() if is_simulated else stored_experiment(view)
     costs = device_costs(view, experiment, price)

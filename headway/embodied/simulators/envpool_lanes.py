@@ -18,22 +18,17 @@ def open_envpool(environment: str, arguments: dict[str, Any], lanes: int, seeds:
 
     A lane's later episodes follow from its seed too, so pools of other sizes with the same seed have the same lane.
     Raises ConfigurationError for an unknown name, with the nearest."""
-    key = 'simulator.backend = "envpool"'
-    envpool = import_extra("envpool", "envpool", key)
+    envpool = import_extra("envpool", "envpool", 'simulator.backend = "envpool"')
     if environment not in (names := envpool.list_all_envs()):
         nearest = difflib.get_close_matches(environment, names, n=3, cutoff=0.5)
         raise ConfigurationError(
             f"simulator.environment = {environment!r}: EnvPool has no such environment; "
             f"valid: {', '.join(nearest) or 'a name of envpool.list_all_envs()'}"
         )
-    defaults = {"num_threads": min(lanes, len(os.sched_getaffinity(0)))}
+    options = {"num_threads": min(lanes, len(os.sched_getaffinity(0))), **arguments}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of bounds that float32 can't hold
         vector = envpool.make(
-            environment,
-            **{**defaults, **arguments},
-            env_type="gymnasium",
-            num_envs=lanes,
-            seed=[seeds(lane, 0) for lane in range(lanes)],
+            environment, env_type="gymnasium", num_envs=lanes, seed=[seeds(lane, 0) for lane in range(lanes)], **options
         )
         return VectorLanes(vector, None)

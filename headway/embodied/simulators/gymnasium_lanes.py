@@ -32,12 +32,9 @@ class SeparateLanes:
             if spaces != self.spaces:
                 raise ConfigurationError(f"lane {lane} of the simulator has {spaces}; valid: lane 0's {self.spaces}")
         self.lanes = self.constructions = len(environments)
-        self._episodes = [0] * self.lanes
-        self._succeeded: dict[int, bool] = {}
 
     def reset(self) -> Array:
-        self._episodes = [0] * self.lanes
-        self._succeeded = {}
+        self._episodes, self._succeeded = [0] * self.lanes, dict[int, bool]()
         return np.stack([self._begin(lane) for lane in range(self.lanes)]).astype(
             self.spaces.observations.low.dtype, copy=False
         )
@@ -113,7 +110,6 @@ class VectorLanes:
         self.lanes = int(vector.num_envs)
         self.seeded_by_reset = seeds is not None
         self._next_step = autoreset == "NextStep"
-        self._ended_b = self._succeeded_b = np.zeros(self.lanes, np.bool_)
 
     def reset(self) -> Array:
         self._ended_b, self._succeeded_b = np.zeros((2, self.lanes), np.bool_)

@@ -136,7 +136,7 @@ BUDGETS = {  # feature -> lines
     "Critics, passes over a batch, entropy, averages of weights, Muon": 1_200,
     "Policies in simulators, mends of workflows, a pool of games": 2_300,
 }
-MOST_LINES = 79_316 + sum(BUDGETS.values())
+MOST_LINES = 78_910 + sum(BUDGETS.values())
 
 
 def test_planted_faults_find_their_places():
