@@ -17,7 +17,7 @@ from headway.records.errors import ConfigurationError
 
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 # A squashed sample is kept this near to 0: float32 then tells tanh of it from 1, and finds the sample again.
-_LARGEST_SAMPLE = 6.0
+_LIMIT = 6.0
 
 
 class DiagonalGaussian:
@@ -67,9 +67,7 @@ class SquashedGaussian:
         self._log_volume = float(np.log(half_d).sum())
 
     def sample(self, outputs_nd: Any, log_deviations_d: Any, noise_n: Any) -> tuple[Any, Any]:
-        samples_nd = self._normal.sample(outputs_nd, log_deviations_d, noise_n)[0].clip(
-            -_LARGEST_SAMPLE, _LARGEST_SAMPLE
-        )
+        samples_nd = self._normal.sample(outputs_nd, log_deviations_d, noise_n)[0].clip(-_LIMIT, _LIMIT)
         logprobs_n, _ = self._normal.scores(outputs_nd, log_deviations_d, samples_nd)
         return self.mode(samples_nd), logprobs_n - self._log_slopes(samples_nd)
 
@@ -77,7 +75,7 @@ class SquashedGaussian:
         return self._centre_d + self._half_d * self._library.tanh(outputs_nd)
 
     def scores(self, outputs_nd: Any, log_deviations_d: Any, actions_n: Any) -> tuple[Any, Any]:
-        limit = math.tanh(_LARGEST_SAMPLE)
+        limit = math.tanh(_LIMIT)
         samples_nd = self._library.arctanh(((actions_n - self._centre_d) / self._half_d).clip(-limit, limit))
         logprobs_n, entropy = self._normal.scores(outputs_nd, log_deviations_d, samples_nd)
         return logprobs_n - self._log_slopes(samples_nd), entropy
