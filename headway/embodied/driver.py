@@ -173,7 +173,7 @@ class Training:
 
     @property
     def version(self) -> int:
-        """Of the present weights."""
+        """The version of the present weights."""
         return self._weights.version
 
     async def _train(self, flow: Flow) -> None:
