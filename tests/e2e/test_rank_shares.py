@@ -71,7 +71,7 @@ def require_same_record(folder: Path, step: int, before: Any) -> Any:
     values_by_key = RolloutRecord(folder).trained(step)
     for key, values in (before or values_by_key).items():
         for name in values._fields:
-            own, other = getattr(values, name), getattr(values_by_key[key], name)
+            own, other = (np.array(getattr(one, name), float) for one in (values, values_by_key[key]))  # no values: NaN
             assert np.allclose(own, other, atol=1e-4, equal_nan=True), (key, name)
     return values_by_key
 

@@ -14,8 +14,9 @@ from unittest import mock
 from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.trainer.service import TrainerService
 
-CALLS = ("compare_with_one_rank", "train_step", "complete_publish", "save_checkpoint", "save_weights",
-         "load_checkpoint", "offload", "onload")  # fmt: skip
+SAVING = ("begin_checkpoint", "checkpoint_checksums", "commit_checkpoint")
+CALLS = ("compare_with_one_rank", "train_step", "complete_publish", *SAVING, "save_weights", "load_checkpoint",
+         "offload", "onload")  # fmt: skip
 
 
 class KilledRank(TrainerService):

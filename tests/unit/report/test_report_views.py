@@ -288,6 +288,7 @@ def test_show_says_what_took_how_long(tmp_path: Path) -> None:
 def test_show_json(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_samples(kept, SampleSelection(limit=1), decode=spelt, as_json=True)
     assert json.loads(capsys.readouterr().out) == sample(3, 13) | {
+        "value": None,
         "failure": None,
         "pruned": None,
         "calls": [],
