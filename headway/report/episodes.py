@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headway.records.ledger import EpisodeStatistics, EvaluationRecord, StepRecord
-from headway.report.formats import percent, quantity
+from headway.report.formats import percent, quantity, score
 
 
 def mean_text(mean: float, interval: Sequence[float]) -> str:
@@ -23,6 +23,21 @@ def returns_text(episodes: EpisodeStatistics) -> str:
     if math.isfinite(episodes.success_rate):
         text += f", success {mean_text(episodes.success_rate, episodes.success_interval)}"
     return text
+
+
+def score_text(step: StepRecord, label: str) -> str:
+    """Describe a step's returns of a policy in simulators, else its solve rate after the ``label``."""
+    if step.episodes:
+        return returns_text(step.episodes)
+    return f"{label} {score(step.rewards and step.rewards.solve_rate)}"
+
+
+def throughput_text(step: StepRecord, recent_mean: Callable[[Callable[[StepRecord], float]], float]) -> str:
+    """Describe the rate of the last steps, over which ``recent_mean`` averages: of environment steps, else samples."""
+    if step.episodes:
+        rate = recent_mean(lambda s: s.episodes.steps_per_s if s.episodes else 0.0)
+        return f"{quantity(rate)} environment steps/s"
+    return f"{quantity(recent_mean(lambda s: s.samples / s.step_s if s.step_s else 0.0))} samples/s"
 
 
 def evaluation_text(record: EvaluationRecord) -> str:

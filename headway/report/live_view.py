@@ -21,7 +21,7 @@ from headway.control.tuning.balance import waits_of
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PassAt, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
 from headway.report.doctor import costs_of
-from headway.report.episodes import evaluation_text, returns_text
+from headway.report.episodes import evaluation_text, score_text, throughput_text
 from headway.report.formats import duration, format_kernel_shares, percent, quantity, score
 from headway.report.incidents import event_detail
 from headway.report.run_cost import LiveCost, cost_sentence, live_cost
@@ -130,12 +130,12 @@ def step_line(state: LiveState) -> str:
     parts = [
         f"step {step.version}/{state.experiment.run.steps}",
         duration(step.time_s) + (f" ({duration(eta_s)} left)" if eta_s is not None else ""),
-        _score_text(step, "solve") + _failed_text(step),
+        score_text(step, "solve") + _failed_text(step),
         f"waits: trainer {state.recent_mean(lambda s: s.trainer_wait_ratio):.0%}, "
         f"{'simulators' if step.episodes else 'generator'} {state.recent_mean(lambda s: s.generator_wait_ratio):.0%}",
         f"stale {step.trajectory_staleness.mean:.1f}, worst {state.worst_staleness} of {state.experiment.queue.budget}",
         *([] if step.episodes else [f"buffered {step.buffered_groups}/{step.buffer_capacity_groups}"]),
-        _rate_text(state, step),
+        throughput_text(step, state.recent_mean),
     ]
     parts += filter(None, (streams_text([step]), teaching_text([step])))
     if (cost := state.cost()) is not None:
@@ -143,20 +143,6 @@ def step_line(state: LiveState) -> str:
     if step.skipped:
         parts.append("SKIPPED (not finite)")
     return " · ".join(parts)
-
-
-def _score_text(step: StepRecord, label: str) -> str:
-    """The returns of a policy in simulators, else the solve rate."""
-    if step.episodes:
-        return returns_text(step.episodes)
-    return f"{label} {score(step.rewards and step.rewards.solve_rate)}"
-
-
-def _rate_text(state: LiveState, step: StepRecord) -> str:
-    if step.episodes:
-        rate = state.recent_mean(lambda s: s.episodes.steps_per_s if s.episodes else 0.0)
-        return f"{quantity(rate)} environment steps/s"
-    return f"{quantity(state.recent_mean(lambda s: s.samples / s.step_s if s.step_s else 0.0))} samples/s"
 
 
 def _failed_text(step: StepRecord) -> str:
@@ -328,7 +314,7 @@ def _learning(state: LiveState, step: StepRecord) -> Text:
     if state.evaluation_before is not None:
         detail_texts.append(f"before {state.evaluation_before.solve_rate:.3f}")
     return Text.assemble(
-        f"{_score_text(step, 'solve rate')}{_failed_text(step)} ",
+        f"{score_text(step, 'solve rate')}{_failed_text(step)} ",
         (sparkline(list(state.solve_rates), 30), "green"),
         "\n" + " · ".join(detail_texts),
     )
@@ -343,7 +329,7 @@ def _rates(state: LiveState, step: StepRecord) -> Text:
         "samples/s"
     )
     if step.episodes:
-        text = Text(_rate_text(state, step))
+        text = Text(throughput_text(step, state.recent_mean))
     if rates := step.tokens:
         text.append(f"\ngenerated {quantity(rates.generated_per_s)} · trained {quantity(rates.trained_per_s)} tokens/s")
     if step.mfu_step:
