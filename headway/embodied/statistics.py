@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.algorithms.returns import FloatArray
 from headway.algorithms.values import Moments
-from headway.embodied.records import Array, Fragment
+from headway.embodied.records import Fragment
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,15 +62,13 @@ class RunningStatistics:
 
     def state(self) -> dict[str, NDArray[np.float64]]:
         """All of it, by name."""
-        arrays = dict[str, NDArray[np.float64]]()
+        arrays = {f"lanes.{block}": np.append(returns_b, life) for block, (life, returns_b) in self.lanes.items()}
         for name, moments in (("observations", self.observations), ("returns", self.returns)):
             arrays |= {f"{name}.{key}": np.asarray(array) for key, array in vars(moments).items()}
-        for block, (life, returns_b) in self.lanes.items():
-            arrays[f"lanes.{block}"] = np.append(returns_b, float(life))
         return arrays
 
     @classmethod
-    def restored(cls, arrays: Mapping[str, Array]) -> RunningStatistics:
+    def restored(cls, arrays: Mapping[str, Any]) -> RunningStatistics:
         """The statistics whose `state` is among ``arrays``."""
 
         def moments(name: str) -> Moments:
