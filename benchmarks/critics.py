@@ -30,7 +30,7 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from parts.trained_run import ARITHMETIC, cold_start, standard_error, train_once
+from parts.trained_run import ARITHMETIC, BESIDE_OTHERS, cold_start, standard_error, train_once
 
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.telemetry.ledger import read_ledger
@@ -44,16 +44,7 @@ EVERY = 20  # steps between two evaluations
 SAMPLES = 128  # a step: 100 steps are less than an epoch of 14,000 tasks
 EXPLAINED_STEPS = range(90, 100)
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # by seeds: 97.5 % of Student's
-COMMON = (
-    "--run.time_limit_s=100000",
-    # a machine with other work on it takes its time, and changes nothing else
-    "--rollout.timeout_s=3600",
-    "--verifier.timeout_s=300",
-    "--evaluation.every_s=100000",
-    "--evaluation.test=never",
-    f"--evaluation.every_steps={EVERY}",
-    "--evaluation.stop_at_solve_rate=1.0",
-)
+COMMON = (*BESIDE_OTHERS, f"--evaluation.every_steps={EVERY}", "--evaluation.stop_at_solve_rate=1.0")
 ALONE = ("--rollout.group_size=1", f"--queue.groups_per_step={SAMPLES}", "--queue.filter_zero_variance=false")
 ARMS = {
     "ppo": (*ALONE, "--algorithm.advantage=gae", "--critic.gae=[1.0, 1.0]"),

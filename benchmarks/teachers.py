@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parts.trained_run import CONFIG, cold_start, headway, steps_and_end, train_once
+from parts.trained_run import BESIDE_OTHERS, CONFIG, cold_start, headway, steps_and_end, train_once
 
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.telemetry.ledger import read_ledger
@@ -35,18 +35,10 @@ from headway.telemetry.ledger import read_ledger
 GOOD = 0.90  # solve rate of the validation
 HINTED_SHARE = 0.25  # of the demonstrations
 DEMONSTRATE = runpy.run_path(str(Path(CONFIG).with_name("make_tasks.py")))["demonstrate"]
-COMMON = (
-    "--run.time_limit_s=100000",
-    # a machine with other work on it takes its time, and changes nothing else
-    "--rollout.timeout_s=3600",
-    "--verifier.timeout_s=300",
-    "--evaluation.every_s=100000",
-    "--evaluation.test=never",
-)
-PAIRED = (*COMMON, "--evaluation.every_steps=5")
+PAIRED = (*BESIDE_OTHERS, "--evaluation.every_steps=5")
 TAUGHT = ("--algorithm.teacher=taught", "--algorithm.policy_coefficient=0")
 HINTS = (
-    *COMMON,
+    *BESIDE_OTHERS,
     "--run.steps=150",
     "--evaluation.test=both",
     "--evaluation.stop_at_solve_rate=1.0",
@@ -114,7 +106,7 @@ def paired(directory: Path, seeds: list[int]) -> Iterator[tuple[int, float]]:
 def taught_by_itself(directory: Path) -> dict[str, float]:
     """The figures of a run whose teacher is its own policy at the start of each step."""
     start = cold_start(directory, 0)
-    options = [*COMMON, *task_options(start), f"--model.path={start}/sft", "--run.steps=10"]
+    options = [*BESIDE_OTHERS, *task_options(start), f"--model.path={start}/sft", "--run.steps=10"]
     teacher = ["--algorithm.teacher=taught", "--teachers.taught.path=self"]
     lines = read_ledger(train_once(directory, "self", [*options, *teacher]))
     metrics = [line.metrics for line in lines if isinstance(line, StepRecord)]

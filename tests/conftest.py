@@ -21,7 +21,7 @@ _parse = ast.parse
 
 
 def _parse_again(*arguments: Any, **options: Any) -> Any:
-    """Parse a failed test's source, again after a SystemError, which CPython 3.11 has where threads parse at once."""
+    """Parse a failed test's source, again after a SystemError, which CPython 3.11.7 has where threads parse at once."""
     for _ in range(9):
         with contextlib.suppress(SystemError):
             return _parse(*arguments, **options)
@@ -70,9 +70,23 @@ LONGEST_S = {
 }
 
 
-# A test's slow forms differ little, and CI has a limited time: every third of them stays, and at most so many. The rest
-# is long.
+# Files whose tests repeat a case on many layouts, views or settings. CI has little time: every third of a test's slow
+# forms stays so, and at most SLOW_FORMS of them. The others are long.
 SLOW_FORMS = 12
+REPEATED_CASES = {
+    "unit/generator/test_engine_adapters.py",
+    "unit/generator/test_engine_hub_adapters.py",
+    "unit/trainer/test_context_experts.py",
+    "unit/trainer/test_critic_ranks.py",
+    "unit/trainer/test_publishing_ranks.py",
+    "unit/trainer/test_sharding.py",
+    "unit/trainer/test_trainer_kl.py",
+    "unit/trainer/test_trainer_objectives.py",
+    "e2e/test_flow_examples.py",
+    "e2e/test_model_division.py",
+    "e2e/test_teachers.py",
+    "e2e/test_watch_page.py",
+}
 
 # Tests that are repeated on other sandbox backends than the default one, or for a second provider: slow tier.
 SECOND_FORMS = re.compile(r"[\[-](bubblewrap|docker|local.without.groups|prime)\b")
@@ -106,12 +120,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     forms: dict[str, list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        differ_little = "[" in item.name and item.path.parent.name != "slow" and not SECOND_FORMS.search(item.name)
-        if differ_little and "slow" in marks and "long" not in marks:
+        if str(item.path.relative_to(HERE)) in REPEATED_CASES and "slow" in marks and "long" not in marks:
             forms.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for others in forms.values():
-        stride = max(3, math.ceil(len(others) / SLOW_FORMS))
-        for number, item in enumerate(others):
+    for repeated in forms.values():
+        stride = max(3, math.ceil(len(repeated) / SLOW_FORMS))
+        for number, item in enumerate(repeated):
             if number % stride:
                 item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: -seconds(item))  # stable: a file's tests stay together, in their order

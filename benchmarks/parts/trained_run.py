@@ -20,6 +20,14 @@ from parts.pipeline_machine import snapshot, wait_until_quiet
 ARITHMETIC = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
 QUIET_CORES = 0.05  # others' before a run that is timed
 CONFIG = str(ARITHMETIC / "experiment.toml")
+# A machine with other work on it takes its time, and changes nothing else.
+BESIDE_OTHERS = (
+    "--run.time_limit_s=100000",
+    "--rollout.timeout_s=3600",
+    "--verifier.timeout_s=300",
+    "--evaluation.every_s=100000",
+    "--evaluation.test=never",
+)
 # A model that doesn't learn, and nothing beside its steps: the load stays what it is.
 SAME_LOAD = (
     "trainer.learning_rate=0",

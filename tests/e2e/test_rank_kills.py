@@ -70,7 +70,7 @@ async def run_to_the_end(trainer: TrainerClient, run: Path, until: int = 3) -> P
     return published
 
 
-def stored(folder: Path) -> dict[str, np.ndarray]:
+def stored_weights(folder: Path) -> dict[str, np.ndarray]:
     return {name: array for file in folder.glob("*.safetensors") for name, array in load_file(file).items()}
 
 
@@ -86,7 +86,7 @@ async def undisturbed(trainer: TrainerClient, run: Path) -> tuple[list[dict[str,
         counted = [await worker.call("counted") for worker in trainer.workers]
     finally:
         await trainer.stop()
-    return counted, stored(run / "best")
+    return counted, stored_weights(run / "best")
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +142,9 @@ def test_training_survives_a_killed_rank(
             await trainer.stop()
 
     asyncio.run(main())
-    left = stored(run / "best")
-    assert left.keys() == weights.keys()
-    assert all(np.array_equal(left[name], weights[name]) for name in weights), plan
+    saved = stored_weights(run / "best")
+    assert saved.keys() == weights.keys()
+    assert all(np.array_equal(saved[name], weights[name]) for name in weights), plan
 
 
 def test_a_move_survives_a_rank_that_dies_while_it_loads(
@@ -173,5 +173,5 @@ def test_a_move_survives_a_rank_that_dies_while_it_loads(
         await trainer.stop()
 
     asyncio.run(main())
-    left, (_, weights) = stored(run / "best"), expected
-    assert all(np.allclose(left[name], weights[name], atol=1e-5) for name in weights)
+    saved, (_, weights) = stored_weights(run / "best"), expected
+    assert all(np.allclose(saved[name], weights[name], atol=1e-5) for name in weights)

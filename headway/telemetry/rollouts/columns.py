@@ -136,8 +136,8 @@ def ended_batch(rows: Sequence[tuple[int, str, str, int | None, float]]) -> pa.R
 
 def trained_batch(*, values: pa.ListArray | None = None, **columns: ArrayLike | pa.Array) -> pa.RecordBatch:
     """Columns of `TRAINED` as a batch of `TRAINED`. ``values``: a critic's; None: there is none."""
-    arrays = [pa.array(columns[name], TRAINED.field(name).type) for name in TRAINED.names[:-1]]  # pyright: ignore[reportArgumentType]
-    arrays.append(pa.nulls(len(arrays[0]), _FLOATS) if values is None else values)
+    columns["values"] = [None] * len(columns["group"]) if values is None else values  # pyright: ignore[reportArgumentType]
+    arrays = [pa.array(columns[field.name], field.type) for field in TRAINED]  # pyright: ignore[reportArgumentType]
     return pa.RecordBatch.from_arrays(arrays, schema=TRAINED)
 
 
