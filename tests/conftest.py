@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import gc
-import math
 import os
 import re
 from pathlib import Path
@@ -70,22 +69,18 @@ LONGEST_S = {
 }
 
 
-# Files whose tests repeat a case on many layouts, views or settings. CI has little time: every third of a test's slow
-# forms stays so, and at most SLOW_FORMS of them. The others are long.
-SLOW_FORMS = 12
-REPEATED_CASES = {
-    "unit/generator/test_engine_adapters.py",
-    "unit/generator/test_engine_hub_adapters.py",
+# CI has little time: SLOW_FORMS of a test's slow forms stay so, and of ranks' tests FAST_FORMS of the others, evenly
+# chosen. The rest is long.
+FAST_FORMS = 2
+SLOW_FORMS = 2
+OF_RANKS = {
     "unit/trainer/test_context_experts.py",
     "unit/trainer/test_critic_ranks.py",
+    "unit/trainer/test_layout_check.py",
     "unit/trainer/test_publishing_ranks.py",
+    "unit/trainer/test_saving.py",
     "unit/trainer/test_sharding.py",
-    "unit/trainer/test_trainer_kl.py",
-    "unit/trainer/test_trainer_objectives.py",
-    "e2e/test_flow_examples.py",
     "e2e/test_model_division.py",
-    "e2e/test_teachers.py",
-    "e2e/test_watch_page.py",
 }
 
 # Tests that are repeated on other sandbox backends than the default one, or for a second provider: slow tier.
@@ -117,14 +112,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if place in ("e2e", "slow") and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
-    forms: dict[str, list[pytest.Item]] = {}
+    forms: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if str(item.path.relative_to(HERE)) in REPEATED_CASES and "slow" in marks and "long" not in marks:
-            forms.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for repeated in forms.values():
-        stride = max(3, math.ceil(len(repeated) / SLOW_FORMS))
+        marks, file = {mark.name for mark in item.iter_markers()}, str(item.path.relative_to(HERE))
+        if "long" not in marks and ("slow" in marks or file in OF_RANKS):
+            forms.setdefault((item.nodeid.partition("[")[0], "slow" in marks), []).append(item)
+    for (_, slow), repeated in forms.items():
+        kept = SLOW_FORMS if slow else FAST_FORMS
+        chosen = {number * len(repeated) // kept for number in range(kept)}
         for number, item in enumerate(repeated):
-            if number % stride:
+            if number not in chosen:
                 item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: -seconds(item))  # stable: a file's tests stay together, in their order

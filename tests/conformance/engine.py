@@ -163,8 +163,8 @@ def request(
     )
 
 
-def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
-    """Groups of equal prompts and loners, all temperatures, lengths from 1 to 24."""
+def random_requests(rng: random.Random, count: int, longest: int = 24) -> list[GenerationRequest]:
+    """Groups of equal prompts and loners, all temperatures, lengths from 1 to ``longest``."""
     out: list[GenerationRequest] = []
     prompt: tuple[int, ...] = (1,)
     for index in range(count):
@@ -174,7 +174,7 @@ def random_requests(rng: random.Random, count: int) -> list[GenerationRequest]:
             request(
                 f"r{index}",
                 prompt,
-                max_tokens=rng.randint(1, 24),
+                max_tokens=rng.randint(1, longest),
                 temperature=rng.choice([1.0, 1.0, 0.7, 1.6, 0.0]),
                 seed=rng.getrandbits(64) - (1 << 63),
                 priority=rng.randrange(4),
@@ -246,12 +246,12 @@ def check_tokens_do_not_depend_on_neighbours(make: MakeEngine, seed: int) -> Non
         assert alone.run()[one.request_id].response.ids == together.results[one.request_id].response.ids
 
 
-def check_updates_in_flight(make: MakeEngine, mode: UpdateMode, seed: int) -> None:
+def check_updates_in_flight(make: MakeEngine, mode: UpdateMode, seed: int, longest: int = 24) -> None:
     """``keep``: a replay of the segments, old KV and all; ``recompute``: each segment is its version's own forward;
     ``finish``: every response is one version's."""
     rng = random.Random(seed)
     session = Session(make(slots=4))
-    waiting = random_requests(rng, 12)
+    waiting = random_requests(rng, 12, longest)
     version = 0
     crossed = 0
     while waiting or session.results.keys() != session.requests.keys():

@@ -126,6 +126,7 @@ def test_transactions_while_the_whole_books_are_sent_follow_them_once(
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount namespace needs root")
+@pytest.mark.long
 def test_second_resume_on_another_machine_is_refused_with_who_holds_the_run(inputs: Any, tmp_path: Path) -> None:
     """The other machine is a mount namespace with a boot id and a lock file of its own, as on a shared file system."""
     config = tiny_run.write_experiment(
@@ -167,6 +168,7 @@ def test_second_resume_on_another_machine_is_refused_with_who_holds_the_run(inpu
 
 @pytest.mark.slow
 @needs_namespaces
+@pytest.mark.long
 def test_run_resumes_on_the_node_that_has_the_copy_of_its_books(inputs: Any, tmp_path: Path) -> None:
     """The first machine ends with all of its processes, and its disk is lost; the next copy goes to a third machine."""
     run, books, copy, next_copy = (tmp_path / name for name in ("run", "books", "copy", "next"))
@@ -209,6 +211,7 @@ def test_run_resumes_on_the_node_that_has_the_copy_of_its_books(inputs: Any, tmp
 
 @pytest.mark.slow
 @needs_namespaces
+@pytest.mark.long
 def test_of_two_resumes_on_two_machines_at_once_one_runs(inputs: Any, tmp_path: Path) -> None:
     """Each machine is a namespace with a boot id and lock files of its own, as on a shared file system; the run that
     both resume was killed on a third."""

@@ -72,7 +72,7 @@ def test_a_calibration_measures_teachers_that_score(inputs: Path) -> None:
     assert "teacher-big-0" in {use.name for use in report.memory}
 
 
-@pytest.mark.parametrize("worker", ["generator-0", pytest.param("trainer-0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("worker", ["generator-0", pytest.param("trainer-0", marks=pytest.mark.long)])
 def test_a_worker_that_dies_ends_it_with_its_cause(inputs: Path, worker: str) -> None:
     config = write_experiment(inputs)
     with headway("check", config, "--calibrate-s=30", run=inputs / "run") as command:
@@ -103,6 +103,7 @@ def test_ctrl_c_leaves_nothing_behind(inputs: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_predicted_for_a_model_that_is_larger_than_the_interpreter(tmp_path: Path) -> None:
     """Within 30 % of the peak of the real processes, slots and micro-batches full."""
     prompts = [f"{a}+{b}=" for a in range(10, 30) for b in range(10)]

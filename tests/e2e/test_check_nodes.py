@@ -86,6 +86,7 @@ def errors(findings: Findings) -> list[str]:
 
 @pytest.mark.slow
 @needs_namespaces
+@pytest.mark.long
 def test_an_agent_is_checked_calibrated_and_serves_the_run_that_follows(inputs: Path, tmp_path: Path) -> None:
     config = write(tmp_path, inputs, cluster={"address": "10.77.0.1:7400"})
 

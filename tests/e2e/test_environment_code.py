@@ -121,7 +121,7 @@ CHEATS_AT_STDOUT = {
 }
 
 
-@pytest.mark.parametrize("cheat", first(4, CHEATS_AT_STDOUT))
+@pytest.mark.parametrize("cheat", first(4, CHEATS_AT_STDOUT, pytest.mark.long))
 def test_cheats_with_what_is_printed(cheat):
     played = judge(CHEATS_AT_STDOUT[cheat], reward="share", total_s=6.0)
     assert played.reward == 0.0
@@ -202,7 +202,7 @@ CHEATS_IN_A_CALL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cheat", first(4, CHEATS_IN_A_CALL))
+@pytest.mark.parametrize("cheat", first(4, CHEATS_IN_A_CALL, pytest.mark.long))
 def test_cheats_in_a_call(cheat):
     played = judge(CHEATS_IN_A_CALL[cheat], CALLS, reward="share")
     assert played.reward == 0.0

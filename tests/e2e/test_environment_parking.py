@@ -112,6 +112,7 @@ def require_nothing_parked(run: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_parked_by_weights_and_by_full_batches(folder: Path, tmp_path: Path) -> None:
     queue = {"surplus": "park", "oversampling": 2.0, "groups_per_step": 3, "budget": 3}
     queue |= {"filter_zero_variance": False}
@@ -178,6 +179,7 @@ def test_killed_while_some_are_parked(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_faults_on_purpose_poison_no_reward(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One call of a sandbox in ten fails. Whatever has a reward was played to its end without such a failure: it has
     all its lines, and its reward is what its own tokens say."""

@@ -229,7 +229,7 @@ TAKES_OVER = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cheat", first(5, TAKES_OVER))
+@pytest.mark.parametrize("cheat", first(3, TAKES_OVER, pytest.mark.long))
 def test_code_that_takes_its_test_over(cheat):
     turn = [("write_file", {"path": "intervals.py", "content": textwrap.dedent(TAKES_OVER[cheat])})]
     played = repair(turn, parameters={"hidden_timeout_s": 3.0})

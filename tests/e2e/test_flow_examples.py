@@ -96,6 +96,7 @@ def test_examples_are_at_most_a_hundred_lines_of_code(example: str):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_five_stages_train_alike_apart_and_in_turns(inputs: Path, trained: Callable[[int | None], tuple[Path, Path]]):
     said: list[str] = []
     for plan in (

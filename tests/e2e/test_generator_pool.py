@@ -116,6 +116,7 @@ def test_kill_9_in_mid_generation_loses_nothing(models):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kill_9_and_a_third_replica_in_mid_run(models):
     """Every request ends once, with exactly its tokens; the breaker opens and closes; the newcomer works too."""
 
@@ -215,7 +216,7 @@ def test_all_replicas_killed_restart_with_the_newest_weights(models):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("mode", ["keep", pytest.param("abort", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("abort", marks=pytest.mark.long)])
 def test_updates_in_flight(models, mode):
     async def main() -> None:
         pool = make_pool(models, [], mode=mode)

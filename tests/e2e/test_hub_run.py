@@ -41,7 +41,9 @@ def written(folder: Path, kind: str, sizes: Mapping[str, int] = {}, /, **section
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "queue"), [("Olmo2", {"budget": 0}), ("FalconH1", {"budget": 2})])
+@pytest.mark.parametrize(("kind", "queue"), [
+    ("FalconH1", {"budget": 2}), pytest.param("Olmo2", {"budget": 0}, marks=pytest.mark.long)
+])  # fmt: skip
 def test_run_of_an_architecture_that_headway_does_not_have(tmp_path: Path, kind: str, queue: Any) -> None:
     config = written(tmp_path, kind, queue={"groups_per_step": 4, "filter_zero_variance": False} | queue)
     run = tmp_path / "run"
@@ -66,6 +68,7 @@ def test_run_of_an_architecture_that_headway_does_not_have(tmp_path: Path, kind:
         for kind in (*PACKED, *ONE_A_ROW)
     ],
 )
+@pytest.mark.long
 def test_rewards_rise(tmp_path: Path, kind: str) -> None:
     config = written(
         tmp_path,

@@ -79,6 +79,7 @@ def cuda(source: str, **more: Any):
 
 @pytest.mark.slow
 @installed
+@pytest.mark.long
 def test_a_kernel_that_compiles_earns_its_credit_and_is_not_run(shared):
     """Here it is made with the model; the rest of the reward needs a GPU."""
 
@@ -98,6 +99,7 @@ def test_a_kernel_that_compiles_earns_its_credit_and_is_not_run(shared):
 
 @pytest.mark.slow
 @installed
+@pytest.mark.long
 def test_what_does_not_compile_is_refused_with_the_compilers_line(shared):
     async def use(evaluator: KernelEvaluator) -> None:
         wanted = {

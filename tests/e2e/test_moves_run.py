@@ -76,6 +76,7 @@ def test_every_kind_of_move_keeps_the_books(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_divided_model_moves_between_two_ranks_and_one(folder: Path, tmp_path: Path) -> None:
     both = ["cpu:0", "cpu:1"]
     moves = [(3, ["cpu:0"], ["cpu:1"]), (6, both, both)]

@@ -65,7 +65,7 @@ def write_cluster_experiment(folder: Path, inputs: Any, **sections: dict[str, An
     return tiny_run.write_experiment(folder, generator=generator, cluster=cluster, **merged)
 
 
-@pytest.mark.parametrize("encryption", first(1, ["none", "tls"]))
+@pytest.mark.parametrize("encryption", first(1, ["none", "tls"], pytest.mark.long))
 def test_two_machines_train_the_very_same_weights_as_one(inputs: Any, tmp_path: Path, encryption: str) -> None:
     settings = {"run": {"steps": 5, "deterministic": True}, "queue": {"budget": 0}, "checkpoint": {"every_steps": 5}}
     (tmp_path / "one").mkdir()

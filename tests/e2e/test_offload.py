@@ -42,7 +42,7 @@ def weights_of(run: Path) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in load_file(file).items()}
 
 
-@pytest.mark.parametrize("part", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", [None, pytest.param(2, marks=pytest.mark.long)])
 def test_sides_in_turns_that_free_their_memory_train_the_weights_of_sides_apart(
     tmp_path: Path, inputs: Any, part: int | None
 ) -> None:
@@ -66,7 +66,8 @@ def test_sides_in_turns_that_free_their_memory_train_the_weights_of_sides_apart(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["generator-0", "trainer-0"])
+@pytest.mark.parametrize("victim", ["trainer-0", pytest.param("generator-0", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_a_side_killed_while_it_is_away_costs_no_run(tmp_path: Path, inputs: Any, victim: str) -> None:
     config = written(
         tmp_path / "run", inputs, "cpu:0", offload=True, run={"steps": 30, "deterministic": False}, queue={"budget": 1}

@@ -45,7 +45,7 @@ def written(folder: Path, kind: str = "Gemma3", tasks: int = 12, **sections: dic
     return tiny_run.write_experiment(folder, **{**given, **sections})
 
 
-@pytest.mark.parametrize("kind", ["Gemma3", pytest.param("Qwen2_5_VL", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["Gemma3", pytest.param("Qwen2_5_VL", marks=pytest.mark.long)])
 def test_trainer_and_engine_are_shown_the_same(tmp_path: Path, kind: str) -> None:
     run = tmp_path / "run"
     command = tiny_run.train(written(tmp_path, kind, evaluation={"every_steps": 2, "test": "never"}))
@@ -149,6 +149,7 @@ def test_check_says_what_pixel_arrays_take_and_eval_shows_pictures(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_dots_are_learned_to_be_counted(tmp_path: Path) -> None:
     config = written(
         tmp_path,

@@ -78,6 +78,7 @@ def test_ranks_need_their_share_of_memory_and_read_their_share(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["trunk", "adapter", "folder"])
+@pytest.mark.long
 def test_a_run_with_a_critic_needs_the_memory_of_check(tmp_path: Path, path: str) -> None:
     """Within 15 %, less what a tiny model's run needs, which is modules."""
     layers = 40 if path == "adapter" else 16  # most of whose weights are frozen

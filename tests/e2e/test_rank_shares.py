@@ -109,7 +109,7 @@ def test_two_ranks_with_their_shares_equal_one(case: str, tmp_path: Path) -> Non
     [
         ("parts", 2, 2),
         pytest.param("parts", 4, 2, marks=pytest.mark.slow),
-        *[pytest.param(name, 2, 2, marks=pytest.mark.slow) for name in CASES if name != "parts"],
+        *[pytest.param(name, 2, 2, marks=pytest.mark.long) for name in CASES if name != "parts"],
     ],
 )
 def test_ranks_of_the_same_samples_report_and_record_them_once(

@@ -133,6 +133,7 @@ def tasks_with_a_bad_one(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_check_names_the_row_and_a_run_leaves_it_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tasks_with_a_bad_one(tmp_path)
     config = tiny_run.write_experiment(tmp_path, run={"steps": 2}, verifier={"name": "numeric"})

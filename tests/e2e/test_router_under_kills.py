@@ -116,6 +116,7 @@ def tokens_per_s(steps: Sequence[StepRecord]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_kill_9_in_mid_run_while_a_third_replica_joins(tmp_path: Path) -> None:
     """Every rollout finishes, none twice; the breaker opens and closes; production recovers; the ledger has it all."""
     tiny_run.write_inputs(tmp_path)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import tiny_run
+from tiers import first
 from tiny_trainer import Context
 
 from headway.records.errors import StorageFailed
@@ -111,11 +112,8 @@ def test_an_engine_that_computes_otherwise_is_refused_and_nothing_is_lost(
 # --- in-flight updates -------------------------------------------------------------------------------------
 
 
-SECOND_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("recompute", "abort", "drain")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["keep", *SECOND_MODES])
+@pytest.mark.parametrize("mode", first(1, ["keep", "recompute", "abort", "drain"], pytest.mark.long))
 def test_rollouts_cross_updates(inputs: Any, tmp_path: Path, mode: str) -> None:
     config = tiny_run.write_experiment(
         tmp_path,

@@ -57,7 +57,7 @@ MORE = [pytest.param(mode, part, marks=pytest.mark.long) for mode in ("temporal"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "part"), [("temporal", 2), ("hybrid", 2), *MORE])
+@pytest.mark.parametrize(("mode", "part"), [("temporal", 2), pytest.param("hybrid", 2, marks=pytest.mark.long), *MORE])
 def test_a_placement_changes_no_bit(tmp_path: Path, inputs: Any, mode: str, part: int | None) -> None:
     apart, yielded = trained(tmp_path / "apart", inputs, "spatial", part)
     assert yielded == 0.0
@@ -67,6 +67,7 @@ def test_a_placement_changes_no_bit(tmp_path: Path, inputs: Any, mode: str, part
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_other_parts_change_the_weights_by_rounding_alone(tmp_path: Path, inputs: Any) -> None:
     """The gradients' sums are the same but for their order; AdamW divides by their size, so that of a gradient near
     zero the rounding counts in full. A weight of 0.3 alone is rounded to 3e-6 of an update of 0.01."""

@@ -176,6 +176,7 @@ UNPACK = "import sys; from headway.sandbox.images.resolve import prepare; prepar
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_while_unpacking_the_next_one_starts_anew(place: Path):
     many = tar(*(file(f"f/{n}", b"x" * 5000) for n in range(20_000)))
     (place / "big.tar").write_bytes(many)

@@ -51,7 +51,7 @@ def tensors_of(folder: Path, file: str) -> dict[str, Any]:
         pytest.param(
             {"sft": {"steps": 3}, "model": {"adapter": {"rank": 4, "alpha": 8.0}}},
             "adapter_model.safetensors",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
 )

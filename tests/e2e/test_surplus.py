@@ -47,6 +47,7 @@ def summed(run: Path, field: str) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_parked_members_survive_a_kill_of_everything(folder: Path, tmp_path: Path) -> None:
     config = write(folder, tmp_path, 40, surplus="park")
     run = tmp_path / "run"

@@ -59,7 +59,7 @@ async def train(trainer: TrainerClient, folder: Path, name: str) -> tuple[list[d
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_two_ranks_equal_one(tmp_path: Path, steps: int, shards: int) -> None:
     async def main() -> None:
         one, one_path = await train(client(tmp_path, 1, "one", optimizer_steps_per_batch=steps), tmp_path, "one")

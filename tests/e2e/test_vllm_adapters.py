@@ -334,7 +334,7 @@ def test_an_adapter_that_vllm_can_not_load(make: Any, monkeypatch: pytest.Monkey
     assert not engine.step()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", first(1, ["gemma3", "llama", "gemma2"], pytest.mark.long))
 def test_other_families(family: str) -> None:
     engine = adapter_engine(family)
     engine.apply(published(1, family=family), "finish")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import first
 from vllm_engines import CONTEXT_TOKENS, PublishedEngine, make_engine, model_of, needs_vllm, publisher
 
 from headway.config.auto import VLLM_TEMPERATURES
@@ -310,7 +311,7 @@ def test_stop_strings_end_a_response_with_the_token_that_completes_them() -> Non
     assert "stop strings need a tokenizer" in refused.run()["a"].error
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", first(1, ["gemma3", "llama", "gemma2"], pytest.mark.long))
 def test_families(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows shorter than the sequences, soft caps, two rotary embeddings: updated in flight."""
     monkeypatch.setattr(conformance, "model_of", functools.partial(model_of, family=family))

@@ -12,6 +12,7 @@ import pytest
 import tiny_run
 import torch
 from test_hub_run import written
+from tiers import first
 from tiny_hub import make_hub_model
 from vllm_engines import needs_vllm
 from vllm_servers import KEY, LONGEST_TOKENS, served
@@ -39,6 +40,7 @@ def forced(model: HfModel, prompt: list[int], ids: tuple[int, ...]) -> torch.Ten
     return torch.log_softmax(logits, -1).gather(-1, row[len(prompt) :, None])[:, 0]
 
 
+@pytest.mark.long
 def test_a_run(tmp_path: Path) -> None:
     """First: vLLM wraps the classes of transformers in this process in the tests below."""
     config = written(
@@ -100,7 +102,7 @@ def test_a_server_computes_what_the_trainer_does_before_and_after_an_update(
         require_equal(engine, trained, 1)
 
 
-@pytest.mark.parametrize("kind", ["Olmo2", "Phi3", "Granite", "GPT2"])
+@pytest.mark.parametrize("kind", first(1, ["GPT2", "Olmo2", "Phi3", "Granite"], pytest.mark.long))
 def test_log_probabilities_are_the_trainers_before_and_after_an_update(tmp_path: Path, kind: str) -> None:
     folder = make_hub_model(tmp_path / "m", kind, **HEADS)
     trained, engine = load_hf(folder, "float32", "cpu"), engine_of(folder)

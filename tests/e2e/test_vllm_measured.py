@@ -13,12 +13,10 @@ from vllm_engines import needs_vllm
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_measure.py"
 LIMIT_S = 500.0
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.long]
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(False, id="ran", marks=pytest.mark.long), pytest.param(True, id="fault")]
-)
+@pytest.mark.parametrize("fault", [pytest.param(False, id="ran"), pytest.param(True, id="fault")])
 def test_the_step_of_vllm(tmp_path: Path, fault: bool) -> None:
     options = ["--device", "cpu", "--quick", "--only", "vllm", "--out", str(tmp_path / "out")]
     planted = ["--plant-fault", "vllm"] if fault else []

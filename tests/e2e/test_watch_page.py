@@ -171,7 +171,7 @@ DAMAGED = (*DAMAGED_FIRST, *sorted({*watch_runs.DAMAGE, "older-killed", "older-i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", first(len(DAMAGED_FIRST), DAMAGED))
+@pytest.mark.parametrize("name", first(len(DAMAGED_FIRST), DAMAGED, pytest.mark.long))
 def test_a_damaged_run_has_no_blank_view(name: str, server: WatchServer, opened: Callable[..., WatchedPage]) -> None:
     page = opened(server)
     for view in VIEWS:

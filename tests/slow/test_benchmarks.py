@@ -46,6 +46,7 @@ def test_pipeline_in_short(tmp_path: Path, benchmark_module: Any) -> None:
         assert roles in measured  # production, consumption, together, a system: whose CPU it was is known
 
 
+@pytest.mark.long
 def test_headways_side_of_the_trl_comparison() -> None:
     command = [sys.executable, str(BENCHMARKS / "vs_trl.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
@@ -56,6 +57,7 @@ def test_headways_side_of_the_trl_comparison() -> None:
     assert "trl" not in result
 
 
+@pytest.mark.long
 def test_orchestrator_in_short() -> None:
     command = [sys.executable, str(BENCHMARKS / "orchestrator.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -119,6 +121,7 @@ def test_links_in_short() -> None:
     assert all(ratio is None or ratio > 0 for ratio in result.values())
 
 
+@pytest.mark.long
 def test_router_in_short() -> None:
     """No timing is asserted: `--quick` is too short to measure anything."""
     command = [sys.executable, str(BENCHMARKS / "router.py"), "--quick", "--rate=200", "--replicas=2"]
@@ -172,6 +175,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 def test_http_load_counts_from_the_scheduled_arrival(tmp_path: Path) -> None:
     """Of four kinds of requests in turn: one takes 50 ms, one streams for 30 ms, one is refused, one is answered."""
     bodies = tmp_path / "requests.jsonl"

@@ -90,5 +90,6 @@ def test_a_link_to_a_file_that_is_gone_is_an_error(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("page", [page for page in MARKED if page.name not in QUICK], ids=lambda page: page.name)
+@pytest.mark.long
 def test_outputs_are_up_to_date(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == regenerated(page), f"run: python -m docs.write_outputs {page.name}"

@@ -36,6 +36,7 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.long
 def test_steps_run_on_a_cpu_within_a_minute_of_a_core(tmp_path: Path) -> None:
     started_s = cpu_s()
     subprocess.run([sys.executable, "-c", "import torch, transformers"], check=True)

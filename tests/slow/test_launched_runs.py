@@ -69,7 +69,7 @@ def newest_weights(run: Path) -> bytes:
     [
         pytest.param("ssh", by_ssh, marks=pytest.mark.skipif(bool(NO_SSH), reason=NO_SSH)),
         pytest.param("slurm", by_slurm, marks=pytest.mark.skipif(bool(NO_SLURM), reason=NO_SLURM)),
-        pytest.param("ray", by_ray, marks=pytest.mark.skipif(bool(NO_RAY), reason=NO_RAY)),
+        pytest.param("ray", by_ray, marks=[pytest.mark.long, pytest.mark.skipif(bool(NO_RAY), reason=NO_RAY)]),
     ],
 )
 def test_launched_run_trains_the_weights_of_one_machine(

@@ -247,7 +247,8 @@ def check(cluster: Cluster) -> None:
     assert report.rollouts.get("failed", 0) == 0, cluster.story()
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.long if n else []) for n in range(10)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10))
 def test_faults_by_seed(tmp_path: Path, seed: int) -> None:
     cluster = play(tmp_path, seed)
     print(json.dumps({"seed": seed, "journal": cluster.journal, "first_tokens_s": recoveries_s(cluster.run)}))

@@ -49,7 +49,8 @@ class RankCluster(Cluster):
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=pytest.mark.long if n else []) for n in range(4)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
 def test_ranks_of_two_machines_are_killed(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     tiny_run.write_inputs(tmp_path)

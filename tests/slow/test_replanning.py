@@ -26,6 +26,7 @@ def test_when_lengths_triple_it_changes_the_plan_in_time_and_gains_what_the_best
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
+@pytest.mark.long
 def test_noise_changes_nothing_in_hundreds_of_steps(seed: int) -> None:
     act = replayed(seed, steps=600, drift=False)
     assert [step for step in act.changed_at if step >= 100] == []

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(200)]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_its_last_line_has_the_numbers():
     command = [sys.executable, str(ROOT / "benchmarks" / "sandbox.py"), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)

@@ -12,6 +12,7 @@ from documented_answers import document_at, require_documented_answers
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from test_serve import inputs, serving  # noqa: F401
+from tiers import first
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -24,7 +25,7 @@ def document(inputs: Path) -> Iterator[Any]:
         assert process.poll() is None
 
 
-@pytest.mark.parametrize("mode", ["positive", "negative"])
+@pytest.mark.parametrize("mode", first(1, ["negative", "positive"], pytest.mark.long))
 def test_answers_are_what_the_document_says(document: Any, mode: str) -> None:
     require_documented_answers(document, mode, operations=10)
 

@@ -46,6 +46,7 @@ def script(found: list[tuple[str, str]]) -> str:
     return "\n".join(parts)
 
 
+@pytest.mark.long
 def test_commands_of_the_skill_work(tmp_path: Path) -> None:
     programs, folder = tmp_path / "bin", tmp_path / "empty"
     programs.mkdir()

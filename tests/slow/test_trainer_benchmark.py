@@ -27,6 +27,7 @@ def test_quick_run_of_adapters_prints_its_ratios() -> None:
     assert 0 < result["memory_over_full"] < 1
 
 
+@pytest.mark.long
 def test_quick_run_prints_its_ratios_and_equal_gradients() -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(BENCHMARK), "--quick"]

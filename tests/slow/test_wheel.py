@@ -100,7 +100,7 @@ def test_command_without_the_repository(headway: Path, tmp_path: Path) -> None:
     assert "[FOLDER]" in run(headway, "quickstart", "--help", cwd=tmp_path, NO_COLOR="1", COLUMNS="100")
 
 
-@pytest.mark.parametrize("template", first(2, PROJECTS, pytest.mark.long))
+@pytest.mark.parametrize("template", first(1, PROJECTS, pytest.mark.long))
 def test_project_works_outside_the_repository(template: str, headway: Path, tmp_path: Path) -> None:
     run(headway, "new", "demo", "--template", template, cwd=tmp_path)
     project = tmp_path / "demo"

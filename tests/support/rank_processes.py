@@ -52,7 +52,7 @@ class RankProcesses:
             self._processes.append(process)
         atexit.register(self.stop)
 
-    def call(self, function: Callable[..., Any], folder: Path, *arguments: Any, limit_s: float = 60) -> list[Any]:
+    def call(self, function: Callable[..., Any], folder: Path, *arguments: Any, limit_s: float = 100) -> list[Any]:
         """The function's results by rank; the first call may take four times ``limit_s``, since it waits for the start
         too. Raises RuntimeError with the traceback of a rank that failed."""
         rendezvous = f"file://{folder}/rendezvous-{next(_starts)}"

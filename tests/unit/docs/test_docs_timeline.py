@@ -10,6 +10,7 @@ from docs.timeline import PAGE, figures, with_figures
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_figures_are_up_to_date():
     page = PAGE.read_text(encoding="utf-8")
     assert re.findall(r"<!-- figure ([\w-]+) -->\n", page) == [

@@ -35,7 +35,7 @@ def evaluations(submissions: list[KernelSubmission]) -> list[KernelEvaluation]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("in_each_shape", [False, True])
+@pytest.mark.parametrize("in_each_shape", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_every_choice_makes_a_module_of_its_class(example, in_each_shape):
     rng, tried = random.Random(0), set[tuple[str, str]]()
     cases: list[tuple[str, dict[str, str], str]] = []

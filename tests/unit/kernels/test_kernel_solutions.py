@@ -39,6 +39,7 @@ def test_there_are_three_styles_over_all_problems():
 
 @pytest.mark.slow
 @pytest.mark.real
+@pytest.mark.long
 def test_solutions_of_each_style_are_right():
     require_right([each for each in SOLUTIONS if each.problem in FIRST])
 

@@ -119,6 +119,7 @@ def test_a_task_of_bfloat16_is_refused(shared):
 
 @pytest.mark.slow
 @installed
+@pytest.mark.long
 def test_cheats_are_recognised_and_their_correct_twins_pass(shared):
     async def use(evaluator: KernelEvaluator) -> list[str]:
         async def one(cheat: Cheat) -> list[str]:

@@ -112,6 +112,7 @@ def output_of(script: str, **environment: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_interpreter_computes_what_the_references_compute():
     errors = output_of(VALUES, TRITON_INTERPRET="1")
     for name, error in errors.items():

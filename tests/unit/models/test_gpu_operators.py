@@ -167,7 +167,7 @@ def test_triton_bodies_agree_with_the_plain_ones(options: list[str]) -> None:
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("options", [[], pytest.param(["--many"], marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("options", [[], pytest.param(["--many"], marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_triton_bodies_compile_without_spills(options: list[str]) -> None:
     lines = run_bodies("compiled", *options)
     assert len({line["name"] for line in lines}) == len({name for name, _ in real_calls(many=False)})

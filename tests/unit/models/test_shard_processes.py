@@ -41,6 +41,7 @@ def run_ranks(folder: Path, output: Path, ranks: int) -> list[dict[str, Any]]:
             process.kill()
 
 
+@pytest.mark.long
 def test_ranks_hold_and_read_their_share_alone(folder: Path, tmp_path: Path) -> None:
     total_bytes = sum(tensor.nbytes for tensor in weights_of(load_model(folder)).values())
     digests = {}

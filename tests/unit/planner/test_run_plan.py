@@ -107,6 +107,7 @@ def test_a_cheaper_plan_is_not_a_faster_one(files: tuple[str, str], capsys: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_real_orchestrator_confirms_the_rate_in_virtual_time(
     files: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ):

@@ -108,6 +108,7 @@ def test_teachers_score_rollouts_in_their_time_and_a_run_that_waits_for_them_is_
     assert "the teachers: the trainer waits" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_simulation_of_a_taught_run_keeps_its_teachers(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = simulate(taught_scenario(tmp_path))

@@ -224,7 +224,7 @@ def test_a_planted_fault_changes_gradients(folder: Path, fault: str) -> None:
     experiment = experiment_of(folder, model, feature, LAYOUTS[layout])
     arguments = fault, train, experiment, 1, FEATURES[feature][0]
     expected = on_one(folder, model, feature)["gradients"]
-    results = processes(LAYOUTS[layout][0]).call(with_fault, folder, *arguments, limit_s=30)
+    results = processes(LAYOUTS[layout][0]).call(with_fault, folder, *arguments)
     assert any(difference(actual["gradients"], expected) > 1e-4 for actual in results)
 
 

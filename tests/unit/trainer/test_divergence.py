@@ -134,9 +134,11 @@ def test_values_and_gradients_stay_finite_and_values_are_not_negative(
     assert hidden_md.grad is not None
     assert torch.isfinite(values_m).all()
     assert torch.isfinite(hidden_md.grad).all()
-    assert values_m.min() >= -1e-5
+    logits = hidden_md.detach() @ head_vd.T, teacher_md @ teacher_vd.T
+    rounding = 1e-5 + torch.finfo(torch.float32).eps * max(float(of_one.abs().max()) for of_one in logits)
+    assert values_m.min() >= -rounding
     if kind == "jensen_shannon":
-        assert values_m.max() <= math.log(2) + 1e-5
+        assert values_m.max() <= math.log(2) + rounding
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
@@ -226,6 +228,7 @@ print((with_teacher - without) / (4 * 2**25))
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # minutes of a core
 @pytest.mark.parametrize(("kind", "top_k"), [("jensen_shannon", 0), ("reverse", 20)])
+@pytest.mark.long
 def test_memory_is_that_of_three_chunks(kind: str, top_k: int) -> None:
     """1,536 tokens at a vocabulary of 151,936, whose logits would be 7 chunks of 2^25 values."""
     done = subprocess.run(

@@ -26,7 +26,12 @@ from headway.weights.slots import SlotLock, reap
 
 torch.set_num_threads(1)
 TRANSPORTS = ("file", "snapshot", "device")
-ONE_FAST = [name if name == "device" else pytest.param(name, marks=pytest.mark.slow) for name in TRANSPORTS]
+# Transport, and calls from one kill to the next.
+KILLS = [
+    ("device", 7),
+    *(pytest.param(name, 7, marks=pytest.mark.slow) for name in TRANSPORTS if name != "device"),
+    *(pytest.param(name, 1, marks=pytest.mark.long) for name in TRANSPORTS),
+]
 _KILLED_IN = ("headway/weights/", "device_stand_in")
 
 
@@ -221,13 +226,13 @@ def killed_at(number: int) -> None:
     sys.setprofile(count)
 
 
-@pytest.mark.parametrize("transport", ONE_FAST)
-def test_publisher_killed_between_any_two_calls(tmp_path: Path, transport: str):
+@pytest.mark.parametrize(("transport", "every"), KILLS)
+def test_publisher_killed_between_any_two_calls(tmp_path: Path, transport: str, every: int):
     """Version 2 is published, or isn't; version 1 stays readable where its memory outlives the publisher, else the
     reader is told; the successor's version is read by the same reader."""
     number, ended = 0, False
     while not ended:
-        number += 1
+        number += every
 
         def publish(say: Callable[[PublishedWeights], None], number: int = number) -> None:
             publisher = publisher_in(tmp_path, transport)
@@ -256,16 +261,16 @@ def test_publisher_killed_between_any_two_calls(tmp_path: Path, transport: str):
     assert number > 30
 
 
-@pytest.mark.parametrize("transport", ONE_FAST)
+@pytest.mark.parametrize(("transport", "every"), KILLS)
 def test_reader_killed_between_any_two_calls_holds_up_nothing(
-    tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, transport: str, every: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(shared_memory, "_READERS_S", 0.0)  # a lock that stayed would cost the slot its memory
     number, version, ended = 0, 0, False
     with publisher_in(tmp_path, transport) as publisher:
         handles = {publisher.publish(slot, weights(slot)).handle for slot in range(2)}
         while not ended:
-            number += 1
+            number += every
             version += 2
             published = publisher.publish(version, weights(version))
 
