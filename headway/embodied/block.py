@@ -50,6 +50,7 @@ class _Rows:
         self.logprobs_tb, self.values_tb = np.empty((2, steps, lanes), np.float32)
         self.rewards_tb = np.empty((steps, lanes))
         self.terminated_tb, self.truncated_tb, self.counted_tb = np.empty((3, steps, lanes), np.bool_)
+        self.numbers = (self.rewards_tb, self.terminated_tb, self.truncated_tb, self.counted_tb)  # as in `LaneSteps`
         self.final_observations: dict[tuple[int, int], Array] = {}  # (step, lane) -> of the episode that ended there
         self.successes: dict[tuple[int, int], bool] = {}
 
@@ -96,14 +97,13 @@ class LaneBlock:
         and step, where the simulator raises, returns arrays of other spaces, or numbers that aren't finite."""
         started_s = time.monotonic()
         rows = _Rows(self._steps, self._simulator.lanes, self._spaces)
-        noise_tb = self._noise()
         with self._watchdog as watchdog:
             if self._observations_b is None:
                 self._observations_b = self._call(0, None, self._simulator.reset)
-            self._write(0, rows.all_observations_tb, self._observations_b, "observations")
-            for t in range(self._steps):
+            self._write(0, rows.all_observations_tb, self._observations_b, "observations_b")
+            for t, noise_b in enumerate(self._noise()):
                 watchdog.restart()
-                self._step(t, rows, noise_tb[t])
+                self._step(t, rows, noise_b)
         fragment = self._fragment(version, rows, started_s)
         self.fragments += 1
         return fragment
@@ -127,9 +127,9 @@ class LaneBlock:
         actions_b, logprobs_b, values_b = self._policy.act(observations_b, noise_b)
         rows.actions_tb[t], rows.logprobs_tb[t], rows.values_tb[t] = map(to_host, (actions_b, logprobs_b, values_b))
         lane_steps = self._call(t, rows, self._simulator.step, self._clip(actions_b))
-        self._write(t + 1, rows.all_observations_tb, lane_steps.observations_b, "observations")
-        for name in ("rewards", "terminated", "truncated", "counted"):
-            self._write(t, getattr(rows, f"{name}_tb"), getattr(lane_steps, f"{name}_b"), name)
+        self._write(t + 1, rows.all_observations_tb, lane_steps.observations_b, "observations_b")
+        for name, rows_tb, row in zip(lane_steps._fields[1:5], rows.numbers, lane_steps[1:5], strict=True):
+            self._write(t, rows_tb, row, name)
         for lane, observation in lane_steps.final_observations.items():
             rows.final_observations[t, lane] = np.array(to_host(observation))
         rows.successes |= {(t, lane): success for lane, success in lane_steps.successes.items()}
@@ -158,12 +158,12 @@ class LaneBlock:
         return actions_b.clip(low, high)
 
     def _write(self, t: int, rows_tb: Array, row: Any, name: str) -> None:
-        """Copy a simulator's array to row ``t``. Raises SimulatorFailed for another shape, or numbers that it can't
-        hold."""
-        array = to_host(row)
-        if problem := mismatch(array, rows_tb[t]):
-            self._fail(t, None, f"{name} of {problem}")
-        rows_tb[t] = array
+        """Copy a simulator's array to row ``t``. ``name``: its field of `LaneSteps`. Raises SimulatorFailed for another
+        shape, or numbers that the row can't hold."""
+        array, row_b = to_host(row), rows_tb[t]
+        if problem := mismatch(array, row_b):
+            self._fail(t, None, f"{name.removesuffix('_b')} of {problem}")
+        row_b[...] = array
 
     def _fragment(self, version: int, rows: _Rows, started_s: float) -> Fragment:
         """Check the rows, and make the fragment of them."""

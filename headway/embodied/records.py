@@ -26,7 +26,7 @@ def to_host(array: Any) -> Array:
 
 def mismatch(array: Array, row: Array) -> str:
     """Describe why an array can't be written to ``row``; "": it has its shape, and a type that ``row`` can hold."""
-    if array.shape == row.shape and np.can_cast(array.dtype, row.dtype, "same_kind"):
+    if array.shape == row.shape and (array.dtype is row.dtype or np.can_cast(array.dtype, row.dtype, "same_kind")):
         return ""
     return f"shape {array.shape}, {array.dtype}; valid: {row.shape}, {row.dtype}"
 

@@ -70,6 +70,7 @@ def test_actions_are_clipped_and_only_first_episodes_count(tmp_path: Path, monke
     episodes = evaluated(tmp_path, 0, 1)
     assert max(seen) <= 1
     assert all(episode.steps <= 9 for episode in episodes)
+    assert evaluated(tmp_path, 0, 1, simulator={"steps_per_fragment": 96}) == episodes
 
 
 def test_episodes_that_never_end_are_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -80,11 +81,13 @@ def test_episodes_that_never_end_are_unfinished(tmp_path: Path, monkeypatch: pyt
 
 
 def test_video_is_a_small_gif_and_its_lack_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("PIL")
+    pictures = pytest.importorskip("PIL.Image")
     experiment = walk_experiment(tmp_path, evaluation={"episodes": 4})
     monkeypatch.setattr(evaluation, "_MAX_FRAMES", 4)
+    monkeypatch.setattr(evaluation, "_MAX_PIXELS", 16)
     assert Evaluator(experiment, 0, 1).run(Towards(), str(tmp_path / "videos/x.gif"), Watchdog(60.0))[1] == ""
-    assert (tmp_path / "videos/x.gif").read_bytes().startswith(b"GIF89a")
+    with pictures.open(tmp_path / "videos/x.gif") as video:
+        assert (video.format, video.size, video.n_frames) == ("GIF", (16, 16), 4)
 
     def blind(walk: Walk) -> Array:
         raise ConfigurationError("no display")

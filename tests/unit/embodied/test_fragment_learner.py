@@ -217,8 +217,11 @@ def test_observations_count_from_the_next_version_on():
     batch = learner._batch(fragments, 1.0)
     scored, _ = learner._evaluated(batch.inputs_n, batch.actions_n)
     np.testing.assert_allclose(scored, batch.terms.proximal_n, rtol=1e-4, atol=1e-5)
+    corrected = opened(algorithm={"correction": "recompute"})
+    assert corrected.step(fragments)["behaviour_weight_max"] == pytest.approx(1.0, abs=1e-3)
     learner.step(fragments)
     seen = np.concatenate([one.observations_tb[one.counted_tb] for one in fragments])
+    assert learner._statistics.observations.count == len(seen)
     np.testing.assert_allclose(learner.weights().observation_mean, seen.mean(0), rtol=1e-12)
 
 
