@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from headway.config.auto import AUTO, AUTO_KEYS
 from headway.config.load import is_resumable, section_of, sections_of
 from headway.config.schema import Experiment
+from headway.config.simulation import SimulatorExperiment
 
 _INTRODUCTION = """\
 # Configuration
@@ -34,6 +35,12 @@ Unknown keys are errors that name the nearest valid one. Relative paths are rela
 A key without a default is **required**; *unset* means that TOML leaves it out. Keys marked ↻ (and all of `[sft]`)
 may differ when a run is resumed; every other key must be what the run began with. `headway check` tests the
 combinations. *In italics*: when to change a key. Most runs need no others than those.
+"""
+_SIMULATORS = """\
+# Experiments with `[simulator]`
+
+A policy that acts in vectorised simulators ([embodied.md](embodied.md)) has these sections, and of those above {};
+keys of these that have no effect on it are refused.
 """
 _MATTER = """\
 run.directory run.steps model.path model.template model.dtype tasks.train.path verifier.name environment.name
@@ -57,7 +64,23 @@ def reference() -> str:
         if model is not None:
             path = f"{name}.NAME" if get_origin(section.annotation) is dict else name
             parts += _section(path, model, section.is_required())
-    return "\n".join(parts)
+    return "\n".join([*parts, *_simulator_sections()])
+
+
+def _simulator_sections() -> Iterator[str]:
+    """The sections of an experiment with ``[simulator]`` that a language model's doesn't have, or has otherwise."""
+    language, fields = Experiment.model_fields, SimulatorExperiment.model_fields
+    same = {name for name in fields.keys() & language.keys() if fields[name].annotation is language[name].annotation}
+    listed = ", ".join(f"[`[{name}]`](#{name}{'-required' if name == 'run' else ''})" for name in
+                       SimulatorExperiment.model_fields if name in same)  # fmt: skip
+    yield _SIMULATORS.format(listed)
+    for name, field in SimulatorExperiment.model_fields.items():
+        if name not in same:
+            model = section_of(field.annotation)
+            assert model is not None
+            heading, *rows = _section(name, model, field.is_required())
+            yield heading if name not in Experiment.model_fields else heading.replace("`\n", "` in simulators\n")
+            yield from rows
 
 
 def _matter() -> Iterator[str]:

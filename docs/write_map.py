@@ -42,6 +42,7 @@ _PACKAGES = [
     "buffer",
     "trainer",
     "generator",
+    "embodied",
     "orchestrator",
     "planner",
     "report",

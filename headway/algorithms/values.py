@@ -52,19 +52,22 @@ def values_of_tokens(
 
 @dataclass(frozen=True, kw_only=True)
 class Moments:
-    """Count, mean and sum of squared deviations of numbers, of which parts can be added up (Chan et al., 1979).
+    """Count, mean and sum of squared deviations of numbers, or of arrays of one shape by dimension, in float64; those
+    of parts can be added up (Chan et al., 1979).
 
     Example: those of (1, 3) and of (5,) give count 3, mean 3, squares 8."""
 
     count: float = 0.0
-    mean: float = 0.0
-    squares: float = 0.0
+    mean: Any = 0.0
+    squares: Any = 0.0
 
     @classmethod
-    def of(cls, numbers: FloatArray) -> Moments:
+    def of(cls, numbers: NDArray[Any]) -> Moments:
+        """``numbers``: [n, ...]."""
         if not len(numbers):
             return cls()
-        return cls(count=len(numbers), mean=float(numbers.mean()), squares=float(numbers.var() * len(numbers)))
+        mean, variance = numbers.mean(axis=0, dtype=np.float64), numbers.var(axis=0, dtype=np.float64)
+        return cls(count=len(numbers), mean=mean, squares=variance * len(numbers))
 
     @classmethod
     def joined(cls, parts: Sequence[Moments]) -> Moments:
@@ -80,10 +83,10 @@ class Moments:
         return total
 
     @property
-    def deviation(self) -> float:
+    def deviation(self) -> Any:
         """Their population deviation; 1 where there are none, or all are equal."""
-        deviation = (self.squares / self.count) ** 0.5 if self.count else 0.0
-        return deviation if deviation > LEAST_DEVIATION else 1.0
+        deviation = (self.squares / max(1.0, self.count)) ** 0.5
+        return np.where(deviation > LEAST_DEVIATION, deviation, 1.0)[()]
 
 
 def with_ends(arrays: SampleArrays) -> tuple[SampleArrays, BoolArray]:

@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from headway.config.auto import Machine
     from headway.config.schema import Experiment
+    from headway.config.simulation import SimulatorExperiment
 
 # Options that a command doesn't know are overrides of the experiment file.
 _OVERRIDES: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -49,6 +50,22 @@ def load(
 
     overrides = [*settings, *given_overrides(context)]
     return load_experiment(path, overrides, resume=resume, machine=machine, ranks_of=ranks_of)
+
+
+def names_simulator(context: typer.Context, path: str) -> bool:
+    """Whether the experiment file has ``[simulator]``. Raises as `load` does."""
+    from headway.config.load import read_toml
+
+    given_overrides(context)
+    return "simulator" in read_toml(path)
+
+
+def load_policy(context: typer.Context, path: str, *settings: str) -> SimulatorExperiment:
+    """Read an experiment with ``[simulator]``, else as `load` does."""
+    from headway.config.load import load_file
+    from headway.config.simulation import SimulatorExperiment
+
+    return load_file(path, [*settings, *given_overrides(context)], SimulatorExperiment)
 
 
 def described_machine(path: str) -> Machine | None:

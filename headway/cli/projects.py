@@ -27,6 +27,7 @@ PROJECTS = {
     "tools": "an environment with a tool that the model learns to call",
     "kernel": "C++ kernels, compiled and checked by a kernel service",
     "gym": "a game with reset and step, played by its rewards",
+    "simulator": "a policy of vectors, not words, that acts in a simulator of many lanes",
 }
 GPU = "gpu"  # files of "math", but for those in its folder, and an experiment that fits the machine
 QUICKSTART = "quickstart"  # the folder of its template
@@ -85,7 +86,7 @@ def new(
 ) -> None:
     """Write a small project that learns: experiment, verifier or environment, tasks, tests, Makefile, README.
 
-    In its folder `make test` takes seconds, and `make run` trains a small model in minutes on two cores.
+    In its folder `make test` takes seconds, and `make run` trains a small model, or policy, in minutes on two cores.
     """
     if template == GPU:
         return _new_gpu_project(name, model, machine)
@@ -147,10 +148,7 @@ def _substitutions(module: str) -> dict[str, str]:
 
 
 def write_files(
-    template: str,
-    folder: Path,
-    substitutions: Mapping[str, str] | None = None,
-    changed: tuple[Path, str] | None = None,
+    template: str, folder: Path, substitutions: Mapping[str, str] | None = None, changed: tuple[Path, str] | None = None
 ) -> None:
     """Copy a template's files to ``folder``, which must be empty or not exist.
 

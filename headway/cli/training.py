@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +15,13 @@ from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from headway.config.schema import Experiment
+    from headway.config.simulation import SimulatorExperiment
     from headway.records.check_report import Finding
     from headway.records.ledger import RunSummary
 
 
 AUTO = "auto"  # for --plan
+AUTO_SETTINGS = ['control.mode="act"', 'control.devices="move"']
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -50,21 +53,35 @@ def train(
 ) -> None:
     """Train by reinforcement learning, asynchronously. Ctrl-C once drains and checkpoints, twice stops at once.
 
+    A language model on tasks, or a policy in simulators where the file has [simulator] (docs/embodied.md).
+
     Any key of the experiment file can be given as --section.key=value.
     """
     if machine:
         raise ConfigurationError(f"--machine {machine} describes a machine: valid with check; train runs on this one")
-    plan_overrides = _plan_settings(context, config, plan, resume)
-    experiment = experiments.load(context, config, *plan_overrides, resume=resume)
-    _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
-    if dry_run:
+    run: Callable[..., RunSummary]
+    if experiments.names_simulator(context, config):
+        from headway.embodied.driver import train as run
+        from headway.embodied.preflight import findings, plan_rows
+
+        if plan not in ("", AUTO):
+            raise ConfigurationError(f"--plan {plan} beside [simulator]: valid: auto, or devices in the file")
+        experiment = experiments.load_policy(context, config, *(AUTO_SETTINGS if plan else []))
+        _require_no_errors(findings(experiment, resume=resume, opens=dry_run), all_levels=True)
+        rows = plan_rows(experiment) if dry_run else {}
+    else:
+        from headway.orchestrator.train import train as run
         from headway.report.dry_run import dry_run_rows
         from headway.rollout.hosting.service import scores_itself
 
-        print_rows(dry_run_rows(experiment, scores_itself(experiment.environment)))
+        plan_overrides = _plan_settings(context, config, plan, resume)
+        experiment = experiments.load(context, config, *plan_overrides, resume=resume)
+        _check(experiment, resume=resume, complete=dry_run, quiet=as_json)
+        rows = dry_run_rows(experiment, scores_itself(experiment.environment)) if dry_run else {}
+    if dry_run:
+        print_rows(rows)
         typer.echo(f"\nheadway check {config}   predicts memory, rates and staleness")
         return
-    from headway.orchestrator.train import train as run
     from headway.report.live_view import LiveView
 
     price = price_from(usd_per_device_hour)
@@ -127,7 +144,7 @@ def _plan_settings(context: typer.Context, config: str, plan: str, resume: bool)
     from headway.planner.run_plan import planned_settings
 
     if plan == AUTO:
-        return ['control.mode="act"', 'control.devices="move"']
+        return AUTO_SETTINGS
     if not plan:
         return []
     settings = planned_settings(experiments.load(context, config, resume=resume), read_plan(plan), plan)
@@ -157,6 +174,11 @@ def check(
 
     Any key of the experiment file can be given as --section.key=value.
     """
+    if experiments.names_simulator(context, config):
+        if machine:
+            raise ConfigurationError(f"--machine {machine} beside [simulator]: valid: a check on this machine")
+        _check_policy(experiments.load_policy(context, config), resume, calibrate_s if calibrate else None, as_json)
+        return
     described = experiments.described_machine(machine)
     experiment = experiments.load(context, config, resume=True, machine=described)  # a run that is there keeps values
     from headway.orchestrator.preflight.preview import preview
@@ -222,9 +244,30 @@ def _check(experiment: Experiment, *, resume: bool, complete: bool, quiet: bool)
     from headway.orchestrator.preflight.check import check as find
 
     findings = find(experiment, resume=resume, smoke_test=complete)
+    _require_no_errors(findings, all_levels=complete, quiet=quiet)
+
+
+def _check_policy(experiment: SimulatorExperiment, resume: bool, seconds: float | None, as_json: bool) -> None:
+    """Check a policy in simulators, run it for about ``seconds`` in a folder of its own (None: don't), and print its
+    memory, rates and those of other placements."""
+    from headway.embodied.preflight import calibrate, findings, forecast_rows, plan_rows
+
+    errors = findings(experiment, resume=resume, opens=seconds is None)
+    if not as_json:
+        _require_no_errors(errors, all_levels=True)
+    measured = None if seconds is None or errors else calibrate(experiment, seconds)
+    if as_json:
+        print_json({"findings": errors, "measured": measured})
+        raise typer.Exit(2 if errors else 0)
+    print_rows(plan_rows(experiment) | ({} if measured is None else forecast_rows(experiment, measured)))
+    typer.echo("\nNothing found: the run can start.")
+
+
+def _require_no_errors(findings: list[Finding], *, all_levels: bool, quiet: bool = False) -> None:
+    """Print the findings. Raises ConfigurationError if there are errors."""
     errors = [finding for finding in findings if finding.level == "error"]
     if not quiet or errors:
-        _print_findings(findings if complete or errors else [f for f in findings if f.level == "warning"])
+        _print_findings(findings if all_levels or errors else [f for f in findings if f.level == "warning"])
     if errors:
         count_text = "1 error" if len(errors) == 1 else f"{len(errors)} errors"
         raise ConfigurationError(f"check found {count_text}; the run was not started")

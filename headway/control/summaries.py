@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headway.records.ledger import Distribution
 
 SOLVE_RATE_BINS = 11
+_RESAMPLES, _SEED = 5_000, 0
 Record = TypeVar("Record")
 
 
@@ -43,6 +48,21 @@ def weighted_mean(
     weighted_pairs = [(x, w) for x, w in weighted_pairs if math.isfinite(x) and w > 0]
     total_weight = sum(w for _, w in weighted_pairs)
     return sum(x * w for x, w in weighted_pairs) / total_weight if total_weight else 0.0
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, ...]:
+    """Return low and high of the 95 % interval of the mean, by a bootstrap with a fixed seed; () of no values."""
+    if not values:
+        return ()
+    low, high = np.quantile(_resampling_weights(len(values)) @ np.asarray(values, np.float64), (0.025, 0.975))
+    return float(low), float(high)
+
+
+@lru_cache(maxsize=4)
+def _resampling_weights(count: int) -> NDArray[np.float64]:
+    """The shares of ``count`` values in each resample: [resamples, count]."""
+    generator = np.random.default_rng([_SEED, count])
+    return generator.multinomial(count, np.full(count, 1.0 / count), size=_RESAMPLES) / count
 
 
 def distribution(weighted: Iterable[tuple[int, int]]) -> Distribution:

@@ -15,17 +15,11 @@ import msgspec
 from headway.control.placement.options import SearchSettings
 from headway.control.placement.plan_records import pipelines_of
 from headway.control.placement.search import place
+from headway.flow.links import StageLinks
+from headway.flow.worker import StageTimes, Traffic
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
-from headway.records.plan import (
-    DevicePool,
-    PlacementPlan,
-    PoolDevices,
-    TimePoint,
-    Workflow,
-    WorkflowEdge,
-    WorkflowStage,
-)
+from headway.records.plan import DevicePool, PlacementPlan, PoolDevices, TimePoint, Workflow, WorkflowStage
 
 _DEVICE = "device"  # the only class: a workflow's devices are assumed to be identical
 _SEARCH = SearchSettings(tolerance=0.01, expansions=200_000)
@@ -41,8 +35,10 @@ class AutoPlanner:
     """Plans a workflow from measurements of its own steps.
 
     In steps 0 and 1 a turn takes all items, in step 2 a quarter, on all devices in turns. The plan is made from the
-    turn times of steps 1 and 2. Later, when steps take longer or shorter than expected, the curves are scaled by the
-    present turn times, and the plan is made again.
+    turn times of steps 1 and 2, the items between stages, and their messages: two stages that send each other messages
+    several times a step are a loop of so many rounds, in each of which all items of the step go through it. Later, when
+    steps take longer or shorter than expected, the curves are scaled by the present turn times, and the plan is made
+    again.
     """
 
     def __init__(self, devices: Sequence[str], items: int) -> None:
@@ -51,10 +47,13 @@ class AutoPlanner:
         self._max_workers: dict[str, int | None] = {}
         self._turns: dict[str, list[tuple[int, float]]] = {}
         self._switches: dict[str, tuple[float, int]] = {}  # seconds, turns
-        self._edges: set[tuple[str, str]] = set()
+        self._links = StageLinks(items=items)
         self._movable: set[str] = set()
         self._curves: dict[str, Curve] = {}
-        self._planned_step = 0  # step
+        self._peaks: defaultdict[str, dict[int, int]] = defaultdict(dict)  # stage -> items of a turn -> bytes of a GPU
+        self._device_bytes = 0  # memory of a GPU; 0: not measured
+        self._step = 0  # steps so far
+        self._planned_step = 0
 
     def with_stage(self, plan: ExecutionPlan, stage: str, max_workers: int | None) -> ExecutionPlan:
         """Return the plan with a newly declared stage of at most ``max_workers``, on all devices that it can use."""
@@ -65,23 +64,34 @@ class AutoPlanner:
     def add_step(
         self,
         step: FlowStep,
-        turns: Mapping[str, Sequence[tuple[int, float]]],
-        edges: Iterable[tuple[str, str]],
+        times: Mapping[str, Sequence[StageTimes]],
+        edges: Mapping[tuple[str, str], Traffic],
         movable: Iterable[str],
     ) -> None:
-        """Add a step's measurements. ``turns``: (items, seconds) of single turns, by stage; ``edges``: (from stage, to
-        stage) of items so far; ``movable``: stages that can be moved."""
-        self._edges, self._movable = set(edges), set(movable)
-        if step.step < WARM_UP:
+        """Add a step's measurements. ``times``: of the workers, by stage; ``edges``: (from stage, to stage) -> items so
+        far; ``movable``: stages that can be moved."""
+        self._movable = set(movable)
+        self._step += 1
+        self._links.add(edges, times)
+        if self._step <= WARM_UP:
             return
-        for stage, stage_turns in turns.items():
-            self._turns.setdefault(stage, []).extend(stage_turns)
+        for stage, worker_times in times.items():
+            turns = [turn for each in worker_times for turn in each.each]
+            if not any(turn.items for turn in turns) and self._links.has_messages(stage):
+                share = math.ceil(self._items / len(worker_times))
+                turns = [msgspec.structs.replace(turn, items=share) for turn in turns]
+            self._turns.setdefault(stage, []).extend((turn.items, turn.busy_s) for turn in turns)
+            peaks = self._peaks[stage]
+            for turn in (turn for turn in turns if turn.items):
+                peaks[turn.items] = max(peaks.get(turn.items, 0), turn.peak_bytes)
+            self._device_bytes = max(self._device_bytes, *(each.device_bytes for each in worker_times))
             switch_seconds, count = self._switches.get(stage, (0.0, 0))
             self._switches[stage] = (switch_seconds + step.stages[stage].switch_s, count + step.stages[stage].turns)
 
-    def plan_for(self, step: int, plan: ExecutionPlan, history: Sequence[FlowStep]) -> ExecutionPlan | None:
-        """Return the plan from this step on; None: no change. Raises ConfigurationError for a stage without turns that
-        took items."""
+    def plan_for(self, plan: ExecutionPlan, history: Sequence[FlowStep]) -> ExecutionPlan | None:
+        """Return the plan from the next step on; None: no change. Raises ConfigurationError for a stage without turns
+        that took items."""
+        step = self._step
         if step == PROFILE - 1:
             chunk = max(1, self._items // 4)
             stages = {name: msgspec.structs.replace(placed, chunk=chunk) for name, placed in plan.stages.items()}
@@ -106,13 +116,18 @@ class AutoPlanner:
     def _make_plan(self, step: int, plan: ExecutionPlan) -> ExecutionPlan:
         self._planned_step = step
         self._turns.clear()
-        measured_stages = {
-            stage: MeasuredStage(
-                curve=self._curves[stage], switch_s=seconds / max(1, count), max_workers=self._max_workers[stage]
+        measured_stages: dict[str, MeasuredStage] = {}
+        for stage in plan.stages:
+            seconds, count = self._switches.get(stage, (0.0, 0))
+            fixed_bytes, bytes_per_item = memory_line(self._peaks[stage])
+            measured_stages[stage] = MeasuredStage(
+                curve=self._curves[stage],
+                switch_s=seconds / max(1, count),
+                max_workers=self._max_workers[stage],
+                fixed_bytes=fixed_bytes,
+                bytes_per_item=bytes_per_item,
             )
-            for stage, (seconds, count) in ((name, self._switches.get(name, (0.0, 0))) for name in plan.stages)
-        }
-        new_plan = fastest_plan(measured_stages, self._edges, self._items, self._devices)
+        new_plan = fastest_plan(measured_stages, self._links, self._items, self._devices, self._device_bytes)
         kept_stages = {  # elsewhere they would lose their state
             name: msgspec.structs.replace(placement, devices=plan.stages[name].devices)
             for name, placement in new_plan.stages.items()
@@ -123,30 +138,45 @@ class AutoPlanner:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStage:
-    """A stage as measured: the times of a worker's turns, and the cost of a turn's start on shared devices."""
+    """A stage as measured: the times of a worker's turns, the cost of a turn's start on shared devices, and memory."""
 
     curve: Curve
     switch_s: float = 0.0  # onload before and offload after a turn
     max_workers: int | None = None  # workers that it can have
+    fixed_bytes: float = 0.0  # of a worker's GPU: fixed + bytes_per_item * its items; 0: not measured
+    bytes_per_item: float = 0.0
+
+
+def memory_line(peaks: Mapping[int, int]) -> tuple[float, float]:
+    """Fit the fixed bytes, and those of each item, to the largest memory of turns (items -> bytes) of the fewest and
+    the most items; all bytes are fixed where the turns had one size."""
+    smallest, largest = min(peaks, default=0), max(peaks, default=0)
+    slope = (peaks[largest] - peaks[smallest]) / (largest - smallest) if smallest < largest else 0.0
+    item_bytes = max(0.0, slope)
+    return max(0.0, peaks.get(largest, 0) - item_bytes * largest), item_bytes
 
 
 def fastest_plan(
-    measured: Mapping[str, MeasuredStage], edges: Iterable[tuple[str, str]], items: int, devices: Sequence[str]
+    measured: Mapping[str, MeasuredStage], links: StageLinks, items: int, devices: Sequence[str], device_bytes: int = 0
 ) -> ExecutionPlan:
     """Search the plan whose steps of ``items`` items are expected to be fastest. ``measured``: stages, upstream first;
-    ``edges``: (from stage, to stage) of items. Raises ConfigurationError when there is no plan."""
+    ``device_bytes``: memory of a device, where the stages' is measured. Raises ConfigurationError when there is no
+    plan."""
     chunks = tuple(sorted({math.gcd(items, chunk) for chunk in (1, 2, 4, 8, 16, items // 2, items) if chunk}))
-    stages = tuple(_stage(name, stage, chunks, items, len(devices)) for name, stage in measured.items())
     order = list(measured)
-    forward_edges = {(a, b) for a, b in edges if a in order and b in order and order.index(a) < order.index(b)}
+    edges, loops = links.graph(order)
     placement = place(
         Workflow(
             items=items,
             granularities=chunks,
-            stages=stages,
-            edges=tuple(WorkflowEdge(source=a, to=b) for a, b in sorted(forward_edges)),
+            stages=tuple(_stage(name, stage, chunks, items, len(devices)) for name, stage in measured.items()),
+            edges=edges,
+            loops=loops,
         ),
-        DevicePool(classes=(PoolDevices(device=_DEVICE, devices=len(devices), memory_bytes=0.0),)),
+        DevicePool(
+            classes=(PoolDevices(device=_DEVICE, devices=len(devices), memory_bytes=float(device_bytes)),),
+            link_bytes_per_s=links.bytes_per_s,
+        ),
         settings=_SEARCH,
     )
     return execution_of(placement, order, items, devices)
@@ -164,7 +194,7 @@ def execution_of(plan: PlacementPlan, order: Sequence[str], items: int, devices:
                 stages[turn.name] = StagePlacement(
                     devices=tuple(devices[first_device : first_device + turn.devices]),
                     chunk=None if chunk == items else chunk,
-                    expected_s=turn.seconds * (items // chunk),
+                    expected_s=turn.seconds * (items // chunk) * pipeline.rounds,
                 )
     return ExecutionPlan(stages={stage: stages[stage] for stage in order}, items=items, expected_s=plan.seconds)
 
@@ -181,7 +211,13 @@ def _stage(name: str, measured: MeasuredStage, chunks: Sequence[int], items: int
             rounds = math.ceil(math.ceil(items / worker_items) / worker_count)
             seconds = (mean_s * rounds + slowest_s - mean_s) * chunk / items
             time_points.append(TimePoint(device=_DEVICE, devices=worker_count, items=chunk, seconds=seconds))
-    return WorkflowStage(name=name, times=tuple(time_points), switch_s=measured.switch_s)
+    return WorkflowStage(
+        name=name,
+        times=tuple(time_points),
+        switch_s=measured.switch_s,
+        fixed_bytes=measured.fixed_bytes,
+        bytes_per_item=measured.bytes_per_item,
+    )
 
 
 class Curve:

@@ -63,8 +63,9 @@ class Channel:
         default the chunk size that the plan gives its stage, which may be all items.
 
         ``order`` maps an item to its number: items then come in the order of these numbers from ``start`` on, however
-        they arrive, so that a single consumer gets the same lists under every plan of that chunk size. Items after a
-        missing number come when the channel is closed.
+        they arrive, so that a single consumer gets the same lists under every plan of that chunk size. An item whose
+        number has come before, since the call that put it was made again, is dropped. Items after a missing number
+        come when the channel is closed.
         """
         chunk_weight = weight if weight is not None else current_process().chunk_size(self.name)
         if order is None:
@@ -74,7 +75,8 @@ class Channel:
         early_items: dict[int, Any] = {}
         chunk: list[Any] = []
         async for item in self:
-            early_items[order(item)] = item
+            if (number := order(item)) >= start:
+                early_items.setdefault(number, item)
             while start in early_items:
                 chunk.append(early_items.pop(start))
                 start += 1

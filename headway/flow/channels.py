@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from headway.control.channel_state import ChannelState, ChannelStatistics, Consu
 from headway.flow.channel import Channel, ChannelClosed
 from headway.flow.paths import PayloadRef
 from headway.flow.process import put_in_parts
+from headway.flow.worker import Traffic
 from headway.records.errors import ConfigurationError
 from headway.runtime.clock import Clock
 from headway.runtime.stalls.waits import Waits
@@ -38,7 +40,7 @@ class Channels:
         self._states: dict[int, ChannelState] = {}
         self._channel_count = 0
         self._open: dict[int, asyncio.Future[None]] = {}  # by identity of the put or get that waits
-        self.edges: set[tuple[str, str]] = set()  # (from stage, to stage) of delivered items
+        self.edges: defaultdict[tuple[str, str], Traffic] = defaultdict(Traffic)  # (from stage, to stage) -> items
         self.changes = 0  # puts and gets that were settled
 
     def make(
@@ -85,7 +87,8 @@ class Channels:
             raise ConfigurationError(str(error)) from None
         await self._wait_until_settled(state, get_operation, f"items of channel {state.name}", consumer)
         consumer_stage = consumer.rpartition("-")[0]
-        self.edges |= {(item.producer.rpartition("-")[0], consumer_stage) for item in get_operation.items}
+        for item in get_operation.items:
+            self.edges[item.producer.rpartition("-")[0], consumer_stage].add(item.bytes)
         return [item.payload for item in get_operation.items]
 
     def give_back(self, consumer: str, number: int, refs: Sequence[PayloadRef]) -> None:
@@ -189,9 +192,7 @@ class Channels:
                 settled_future.set_result(None)
 
     def _outlives_owner(self, item: Item) -> bool:
-        """Whether an item can be fetched though its producer is dead."""
-        ref: PayloadRef = item.payload
-        return ref.content is not None or (bool(ref.segment) and ref.machine == self.network.address.machine)
+        return item.payload.outlives_owner(self.network.address.machine)
 
     def _release(self, refs: Sequence[PayloadRef]) -> None:
         """Release payloads that no consumer needs any more."""

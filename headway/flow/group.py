@@ -173,6 +173,7 @@ class WorkerGroup:
                 try:
                     call_report = await worker.call("call", method, positional, named)
                     self._acknowledge(slot.name)
+                    slot.reset_failures()
                     self.abandoned.discard(slot.name)  # calls run in their order
                     return call_report
                 except RemoteError:

@@ -11,7 +11,6 @@ import asyncio
 import importlib
 import inspect
 import math
-import os
 import sys
 import threading
 import time
@@ -25,9 +24,11 @@ from headway.flow.channel import ChannelClosed
 from headway.flow.paths import PayloadRef, PeerAddress, PeerSettings
 from headway.flow.peers import PeerNetwork
 from headway.flow.process import put_in_parts, set_current_process
-from headway.flow.worker import DeviceTurns, StageTimes, Worker, WorkerPlacement
+from headway.flow.worker import DeviceTurns, StageTimes, Traffic, Worker, WorkerPlacement
 from headway.records.errors import ConfigurationError, RemoteError
 from headway.runtime.child import WorkerContext, resolve
+from headway.runtime.devices import resident_bytes
+from headway.runtime.transport.packing import Packed
 from headway.runtime.worker_slots import typed_cause
 
 T = TypeVar("T")
@@ -52,31 +53,41 @@ class WorkerHost:
         driver: PeerAddress,
         peers: PeerSettings,
         factory: str,
-        arguments: tuple[Any, dict[str, Any]],
+        arguments: Packed,
         script: str = "",
     ) -> None:
         """``factory``: the user's class, as ``module:Class``; ``arguments``: positional and keyword; ``script``: the
-        module that was started as the workflow's script, if the class is defined there."""
+        module that was started as the workflow's script, if the class or an argument's is defined there."""
         self.context, self.placement, self.name = context, placement, placement.name
         self.turns = DeviceTurns(self)
         self.ending = False
         self._returns: set[asyncio.Task[Any]] = set()  # of items that a cancelled get received
         self.loop = asyncio.new_event_loop()  # loop of the user's methods; its tasks are listed in stall reports
         self._links = asyncio.new_event_loop()
-        for thread_name, thread_loop in ((f"{self.name} methods", self.loop), (f"{self.name} links", self._links)):
-            threading.Thread(target=thread_loop.run_forever, name=thread_name, daemon=True).start()
+        threading.Thread(target=serve_methods, args=(self.loop,), name=f"{self.name} methods", daemon=True).start()
+        threading.Thread(target=self._links.run_forever, name=f"{self.name} links", daemon=True).start()
         self.network = self._on_links(self._connect_network(driver, peers)).result()
         set_current_process(self)
         if script:  # makes classes of the started script identical here
             sys.modules["__main__"] = importlib.import_module(script)
         self.worker: Worker | None = None
-        self.worker = self._on_loop(self._build_worker(factory, *arguments)).result()
+        self.worker = self._on_loop(self._build_worker(factory, *arguments.load())).result()
 
     def call(self, method: str, positional: tuple[Any, ...], named: dict[str, Any]) -> CallReport:
         """Run a method of the user's object."""
         started_s = time.perf_counter()
         returned = self._on_loop(self._run(method, positional, named)).result()
         return CallReport(value=returned, seconds=time.perf_counter() - started_s)
+
+    def hold_state(self) -> PayloadRef:
+        """Hold the ``state()`` of the user's object, in shared memory if it is large, which outlives this process."""
+        state = self._on_loop(self._run("state", (), {})).result()
+        return self._on_links(self.network.hold(state, f"state of {self.name}")).result()
+
+    def restore_state(self, ref: PayloadRef) -> None:
+        """Pass the state that another process holds to ``restore`` of the user's object."""
+        state = self._on_links(self.network.fetch(ref)).result()
+        self._on_loop(self._run("restore", (state,), {})).result()
 
     def move_to(self, placement: WorkerPlacement) -> None:
         """Take another placement on the same devices."""
@@ -141,7 +152,8 @@ class WorkerHost:
     async def send(self, message: Any, to: str, tag: str) -> None:
         """See `Worker.send`."""
         async with self.turns.waiting(f"space for a message at {to}"):
-            await self._await_on_links(self.network.send(to, message, tag))
+            size_bytes = await self._await_on_links(self.network.send(to, message, tag))
+        self.turns.times.sent.setdefault(to.rpartition("-")[0], Traffic()).add(size_bytes)
 
     async def recv(self, source: str, tag: str) -> Any:
         """See `Worker.recv`."""
@@ -236,14 +248,18 @@ class _Services:
         return seconds, not has_hook or held_before_bytes - _held_bytes() >= _MIN_FREED_BYTES
 
 
+def serve_methods(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop of the user's methods. A traceback of all threads shows by this name which of them these are."""
+    loop.run_forever()
+
+
 async def _awaited(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
 def _held_bytes() -> int:
     """Return the memory of this process in bytes: resident, and allocated on its GPUs."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        held_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    held_bytes = resident_bytes()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         held_bytes += torch.cuda.memory_allocated()

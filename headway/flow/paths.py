@@ -50,3 +50,7 @@ class PayloadRef(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     segment: str = ""  # path of the shared-memory segment that holds the payload
     content: bytes | Packed | None = None  # the payload itself, if small (bytes) or for another machine; then not held
+
+    def outlives_owner(self, machine: str) -> bool:
+        """Whether processes of ``machine`` can read the payload though its owner is dead."""
+        return self.content is not None or (bool(self.segment) and self.machine == machine)

@@ -362,18 +362,20 @@ class PeerNetwork:
 
     # --- point to point -------------------------------------------------------------------------------------
 
-    async def send(self, peer: str, message: Any, tag: str = "") -> None:
-        """Send a message to a process, in order with earlier ones of the same tag. Returns when it has arrived; waits
-        while the peer's inbox of unreceived messages is full. The message may be changed afterwards. Raises WorkerDied,
-        and ConfigurationError for a message that can't be pickled."""
+    async def send(self, peer: str, message: Any, tag: str = "") -> int:
+        """Send a message to a process, in order with earlier ones of the same tag. Returns its bytes when it has
+        arrived; waits while the peer's inbox of unreceived messages is full. The message may be changed afterwards.
+        Raises WorkerDied, and ConfigurationError for a message that can't be pickled."""
         inbox = self._peer(peer).inbox(tag)
         if peer == self.name:
-            return await inbox.accept(0, lambda: _return_message(message))
+            await inbox.accept(0, lambda: _return_message(message))
+            return 0
         async with inbox.sending:
             link, address = await self._link(peer)
             ref = await self._payloads.hold(message, f"send to {peer}{f' ({tag})' if tag else ''}", address)
             try:
                 await _call_link(link, "deliver", tag, ref)
+                return ref.size_bytes
             finally:
                 self._payloads.release(ref.id)
 

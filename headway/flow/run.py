@@ -31,6 +31,7 @@ from headway.flow.watch import FlowWatch
 from headway.flow.worker import StageTimes, Worker
 from headway.records.errors import ConfigurationError
 from headway.records.execution import ExecutionPlan, FlowStep, StagePlacement
+from headway.records.ledger import EventRecord
 from headway.runtime.clock import Clock, RealClock
 from headway.runtime.devices import split_node
 from headway.runtime.stalls.waits import Waits
@@ -48,9 +49,11 @@ class FlowOptions(NamedTuple):
     devices: Sequence[str] = ()
     items: int | None = None
     directory: str | Path | None = None
+    resume: bool = False
     stall_s: float = STALL_S
     launcher: MakeLauncher | None = None
     cluster: ClusterConfig | None = None
+    on_event: Callable[[EventRecord], None] | None = None
 
 
 def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: Any, **options: Any) -> Result:
@@ -59,9 +62,10 @@ def run(workflow: Callable[..., Awaitable[Result]], plan: PlanLike, *arguments: 
     ``plan``: an `ExecutionPlan`, or a mapping of its form; or ``{"generate": "cpu:0", "train": ["cpu:1"]}``; or "auto":
     the first steps measure the stages on all ``devices``, later ones run by the plan expected to be fastest. Options:
     ``devices``; ``items`` of a step, required by "auto", and by a stage whose several workers share all of them;
-    ``directory`` for logs, events and steps; ``stall_s``: after this time without progress while all workers wait, the
-    workflow ends with an error that lists the waits; ``launcher``: starts the processes, by default on this machine;
-    ``cluster``: the other machines, whose agents (`headway node`) are started separately.
+    ``directory`` for logs, events and steps, and ``resume`` to continue those that it has; ``stall_s``: after this time
+    without progress while all workers wait, the workflow ends with an error that lists the waits; ``launcher``: starts
+    the processes, by default on this machine; ``cluster``: the other machines, whose agents (`headway node`) start
+    separately; ``on_event``: receives the events (deaths of workers, changes of plan), also without a directory.
 
     Raises any error of the workflow; ConfigurationError for a plan that doesn't fit it; RemoteError with the traceback
     of a worker's method; WorkerDied.
@@ -114,8 +118,6 @@ def _require_possible(plan: ExecutionPlan, options: FlowOptions) -> None:
                 f"plan: stage {stage!r}: devices {list(placed.devices)}, chunk {placed.chunk}: valid: at least one "
                 "device, and a chunk of at least one item, or none"
             )
-        if repeated_devices := {device for device in placed.devices if placed.devices.count(device) > 1}:
-            raise ConfigurationError(f"plan: stage {stage!r} has {', '.join(sorted(repeated_devices))} more than once")
         for device in placed.devices:
             if (node_name := split_node(device)[0]) and options.cluster is None:
                 raise ConfigurationError(f"plan: stage {stage!r}: {device}: node {node_name!r} needs cluster = ...")
@@ -131,7 +133,8 @@ class Flow:
         self._planner = planner
         self._clock = RealClock()
         self._waits = Waits(self._clock.now)
-        self._recorder = StepRecorder(options.directory, self._clock)
+        self._recorder = StepRecorder(options.directory, self._clock, resume=options.resume)
+        self._recorder.on_event = options.on_event
         self._locks = DeviceLocks(self._clock, self._waits, on_event=self._recorder.event, on_span=self._recorder.span)
         self._channels = Channels(self._clock, self._waits)
         self._stages: dict[str, Stage] = {}
@@ -261,22 +264,23 @@ class Flow:
             results = await call
         return results
 
-    async def steps(self, count: int) -> AsyncIterator[int]:
-        """Yield the numbers of the steps from 0; between two steps the last one is recorded, and the plan may
-        change."""
-        for step in range(count):
+    async def steps(self, count: int, start: int | None = None) -> AsyncIterator[int]:
+        """Yield the numbers of ``count`` steps from ``start``, by default 0, or with ``resume`` the number after the
+        last recorded step; between two steps the last one is recorded, and the plan may change."""
+        first_step = self._recorder.next_step if start is None else start
+        for step in range(first_step, first_step + count):
             self._require_all_declared()
-            better_plan = self._planner and self._planner.plan_for(step, self.plan, self.history)
+            better_plan = self._planner and self._planner.plan_for(self.plan, self.history)
             if better_plan is not None:
                 await self._move(better_plan)
             self._recorder.begin_step(step, self._locks.statistics().idle_wanted_s)
             yield step
             idle_s = self._locks.statistics().idle_wanted_s
-            ended_step, turn_times = await self._recorder.end_step(self.plan, self._groups(), self._times, idle_s)
+            ended_step, worker_times = await self._recorder.end_step(self.plan, self._groups(), self._times, idle_s)
             self.history.append(ended_step)
             if self._planner is not None:
                 movable_stages = {stage_name for stage_name, stage in self._stages.items() if stage.is_movable}
-                self._planner.add_step(ended_step, turn_times, self._channels.edges, movable_stages)
+                self._planner.add_step(ended_step, worker_times, self._channels.edges, movable_stages)
             self._channels.forget_closed()
             await asyncio.gather(*(stage.save_states() for stage in self._stages.values()))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from headway.flow.channels import Channels
 from headway.flow.device_locks import DeviceLocks
 from headway.flow.group import WorkerGroup
 from headway.flow.machines import FlowMachines
+from headway.flow.paths import PayloadRef
 from headway.flow.peers import PeerNetwork
 from headway.flow.placement import shares_device
 from headway.flow.steps import StepRecorder
@@ -71,8 +71,8 @@ class Stage:
         self.kind = kind
         self.max_workers = max_workers
         self.group = WorkerGroup(name, kind, self._death_handled, context.fail, context.channels.acknowledge)
-        self._factory, self._script = _factory_of(kind, site)
-        self._arguments = arguments
+        self._arguments = pack(arguments, f"arguments of stage {name!r} ({site})")
+        self._factory, self._script = _factory_of(kind, site, b"__main__" in self._arguments.pickled)
         self._context = context
         self._restarts = restarts
         self._site = site
@@ -82,7 +82,7 @@ class Stage:
                 "dead one held; valid for a class with state() and restore(), or stateless = True"
             )
         self._deaths: dict[str, asyncio.Task[None]] = {}
-        self._states: dict[str, Any] = {}  # states of replaceable workers at the end of the last step
+        self._states: dict[str, PayloadRef] = {}  # states of replaceable workers at the end of the last step
         self._reported_offloads: set[str] = set()  # workers whose offload was reported to free nothing
 
     @property
@@ -100,18 +100,25 @@ class Stage:
             )
         slots = [self._slot(self._placement(plan, rank)) for rank in range(len(devices))]
         self.group.slots[:] = slots
-        try:
-            await start_all(slots)
-        except (AttributeError, TypeError, pickle.PicklingError):
-            pack(self._arguments, f"arguments of stage {self.name!r} ({self._site})")  # says what can't be pickled
-            raise
+        await start_all(slots)
 
     async def save_states(self) -> None:
-        """Save the workers' states for their successors, if the stage has restarts."""
+        """Save the workers' states for their successors, if the stage has restarts: large ones in shared memory of
+        their machine, so that they don't pass through this process."""
+        network = self._context.network
         for slot in self.group.slots if self._restarts and not self.kind.stateless else []:
             if slot.live and slot.name not in self.group.busy:
                 with contextlib.suppress(WorkerDied):  # then the previous state stays
-                    self._states[slot.name] = await self._ask(slot, "state")
+                    ref: PayloadRef = await slot.live.call("hold_state")
+                    if not ref.outlives_owner(network.address.machine):
+                        ref, unsafe_ref = await network.hold(await network.fetch(ref)), ref
+                        network.release(unsafe_ref)
+                    self._forget_state(slot.name)
+                    self._states[slot.name] = ref
+
+    def _forget_state(self, name: str) -> None:
+        if (ref := self._states.pop(name, None)) is not None:
+            self._context.network.release(ref)
 
     def require_movable(self, previous_plan: ExecutionPlan, plan: ExecutionPlan) -> None:
         """Raise ConfigurationError if ``plan`` changes the stage's devices, and its workers can't pass on their
@@ -125,14 +132,15 @@ class Stage:
     async def move(self, previous_plan: ExecutionPlan, plan: ExecutionPlan) -> None:
         """Follow another plan: on other devices, new workers take over the states of the old ones."""
         if plan.stages[self.name].devices != previous_plan.stages[self.name].devices:
-            self._states.clear()
+            for name in list(self._states):
+                self._forget_state(name)
             states = [] if self.kind.stateless else [await self._ask(slot, "state") for slot in self.group.slots]
             await self.stop()
             await self.start(plan)
             for rank, slot in enumerate(self.group.slots if states else []):
                 state = states[min(rank, len(states) - 1)]
                 await self._ask(slot, "restore", state)
-                self._states[slot.name] = state
+            await self.save_states()
             return
         for rank, slot in enumerate(self.group.slots):
             slot.spec.arguments["placement"] = placement = self._placement(plan, rank)
@@ -193,7 +201,7 @@ class Stage:
         async def prepare(worker: WorkerHandle) -> None:
             self._deaths[name] = asyncio.create_task(self._on_death(name, worker), name=f"{name}'s death")
             if name in self._states:
-                await worker.call("call", "restore", (self._states[name],), {})
+                await worker.call("restore_state", self._states[name])
 
         launcher = _Launcher(context.machines.launcher, context.locks)
         return WorkerSlot(spec, launcher, context.clock, context.recorder.event, limit=self._restarts, prepare=prepare)
@@ -254,17 +262,18 @@ class _Launcher:
             raise
 
 
-def _factory_of(kind: type[Worker], site: str) -> tuple[str, str]:
+def _factory_of(kind: type[Worker], site: str, needs_script: bool) -> tuple[str, str]:
     """Return a class as ``module:Class`` for a worker's process, and the module of the started script if that defines
-    the class, else ""."""
+    the class, or ``needs_script``, else ""."""
     if not (isinstance(kind, type) and issubclass(kind, Worker)):
         raise ConfigurationError(f"{kind!r} ({site}): must be a class that extends headway.flow.Worker")
     if "<locals>" in kind.__qualname__:
         raise ConfigurationError(f"{kind.__qualname__} ({site}): must be defined at the top level of a module")
     module_name, script_module = kind.__module__, ""
-    if module_name == "__main__":
+    if module_name == "__main__" or needs_script:
         main_module = sys.modules["__main__"]
         main_spec = getattr(main_module, "__spec__", None)
-        module_name = script_module = main_spec.name if main_spec is not None else Path(str(main_module.__file__)).stem
-        sys.modules.setdefault(module_name, main_module)  # objects that workers return have these classes
+        script_module = main_spec.name if main_spec is not None else Path(str(main_module.__file__)).stem
+        module_name = script_module if module_name == "__main__" else module_name
+        sys.modules.setdefault(script_module, main_module)  # objects that workers return have these classes
     return f"{module_name}:{kind.__qualname__}", script_module

@@ -20,32 +20,40 @@ from headway.records.trace import Span
 from headway.runtime.clock import Clock
 from headway.runtime.line_file import LineFile
 from headway.runtime.worker_slots import WorkerSlot
-from headway.telemetry.trace_file import TraceFile
+from headway.telemetry.trace_file import TraceFile, decoded_lines
 
 if TYPE_CHECKING:
     from headway.flow.group import WorkerGroup
 
-TurnTimes = dict[str, list[tuple[int, float]]]  # stage -> (items, busy seconds) of single turns of its workers
+WorkerTimes = dict[str, list[StageTimes]]  # stage -> times of its workers, by rank
 
 
 class StepRecorder:
     """Counts the steps of a workflow, and writes them and the events into the workflow's folder, if it has one."""
 
-    def __init__(self, directory: str | Path | None, clock: Clock) -> None:
+    def __init__(self, directory: str | Path | None, clock: Clock, *, resume: bool = False) -> None:
+        """``resume``: continue the steps that the folder has. Raises ConfigurationError."""
+        self.next_step = 0
         self._clock = clock
         self._opened_s = self._began_s = clock.now()
         self._step = -1
         self._idle_s = 0.0  # idle time of the device locks when the step began
         self._moved_s = 0.0
+        self.on_event: Callable[[EventRecord], None] | None = None
         self._file: LineFile | None = None
         self._trace: TraceFile | None = None
         if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            if (Path(directory) / WORKFLOW_FILE).exists():
+            path = Path(directory) / WORKFLOW_FILE
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not resume:
                 raise ConfigurationError(
-                    f"directory = {str(directory)!r} has the steps of another workflow; choose a new one"
+                    f"directory = {str(directory)!r} has the steps of another workflow; choose a new one, or continue "
+                    "them with resume = True"
                 )
-            self._file = LineFile(Path(directory) / WORKFLOW_FILE)
+            self._file = LineFile(path)
+            lines = decoded_lines(path, path.read_bytes(), msgspec.json.Decoder(FlowLine).decode)
+            self.next_step = max((line.step + 1 for line in lines if isinstance(line, FlowStep)), default=0)
+            self._step = self.next_step - 1
             self._trace = TraceFile(directory, clock, time.time())
 
     def event(self, name: str, detail: str, /, **fields: Any) -> None:
@@ -54,6 +62,8 @@ class StepRecorder:
         time_s = self._clock.now() - self._opened_s
         record = EventRecord(event=name, detail=detail, step=max(0, self._step), time_s=time_s, data=fields, **known)
         self._write(record)
+        if self.on_event is not None:
+            self.on_event(record)
 
     def span(self, device: str, participant: str, action: str, start_s: float, end_s: float) -> None:
         """Record that a worker was loaded or offloaded, on the device's track of the trace."""
@@ -76,14 +86,14 @@ class StepRecorder:
         groups: Mapping[str, WorkerGroup],
         times: Callable[[str], Awaitable[StageTimes]],
         idle_s: float,
-    ) -> tuple[FlowStep, TurnTimes]:
-        """End the step: ask all workers for their ``times``. Returns the step's record, and the times of turns."""
+    ) -> tuple[FlowStep, WorkerTimes]:
+        """End the step: ask all workers for their ``times``. Returns the step's record, and these times."""
         now_s = self._clock.now()
         stage_steps: dict[str, StageStep] = {}
-        turns: TurnTimes = {}
+        times_by_stage: WorkerTimes = {}
         for stage, group in groups.items():
             stage_times = await asyncio.gather(*(_times(slot, times) for slot in group.slots))
-            turns[stage] = [(turn.items, turn.busy_s) for worker_times in stage_times for turn in worker_times.each]
+            times_by_stage[stage] = stage_times
             for slot, worker_times in zip(group.slots, stage_times, strict=True):
                 self._trace_turns(slot, worker_times)
             placement = plan.stages[stage]
@@ -100,7 +110,7 @@ class StepRecorder:
         )
         self._moved_s = 0.0
         self._write(record)
-        return record, turns
+        return record, times_by_stage
 
     def _trace_turns(self, slot: WorkerSlot, times: StageTimes) -> None:
         """Put a worker's turns on its device's track."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import msgspec
 
 from headway.records.errors import ConfigurationError
+from headway.runtime.stalls.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from headway.runtime.child import WorkerContext
@@ -60,6 +62,18 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     busy_s: float
     start_s: float
     end_s: float
+    peak_bytes: int = 0  # largest memory allocated on a GPU; 0: not measured
+
+
+class Traffic(msgspec.Struct, kw_only=True):
+    """Items, or messages, from one stage to another."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+    def add(self, size_bytes: int, count: int = 1) -> None:
+        self.count += count
+        self.size_bytes += size_bytes
 
 
 class StageTimes(msgspec.Struct, kw_only=True):
@@ -73,6 +87,8 @@ class StageTimes(msgspec.Struct, kw_only=True):
     items: int = 0  # items that it got
     turns: int = 0
     each: list[Turn] = []  # single turns, up to a limit
+    sent: dict[str, Traffic] = {}  # messages, by the stage that received them
+    device_bytes: int = 0  # memory of the GPU; 0: not measured
 
 
 class Worker:
@@ -155,6 +171,15 @@ class Worker:
         """Hold the devices inside the block. This costs nothing when no other stage shares them."""
         return self._host.turns.turn()
 
+    def limited(self, seconds: float) -> Watchdog:
+        """End this process if the block takes longer than ``seconds``, or up to a tenth more; with ``as watchdog``,
+        ``watchdog.restart()`` begins that time again, for the next of many short steps. The stack of the step is in the
+        log, the event and the error; the worker is restarted as after any death. There is one such block at a time, and
+        it must not wait for items, messages or devices.
+
+        Example: ``with self.limited(60.0): observations = simulator.step(actions)``."""
+        return Watchdog(seconds)
+
     async def send(self, message: Any, to: str, tag: str = "") -> None:
         """Send a message directly to the worker ``to`` (STAGE-RANK); waits while its inbox is full. Raises
         WorkerDied."""
@@ -212,7 +237,9 @@ class DeviceTurns:
                 if len(self.times.each) < _MAX_TURN_RECORDS:
                     items, busy_s = self.times.items - self._last_totals[0], self.times.busy_s - self._last_totals[1]
                     end_s = time.monotonic()
-                    self.times.each.append(Turn(items=items, busy_s=busy_s, start_s=began_s, end_s=end_s))
+                    peak_bytes, self.times.device_bytes = _gpu_memory()
+                    turn = Turn(items=items, busy_s=busy_s, start_s=began_s, end_s=end_s, peak_bytes=peak_bytes)
+                    self.times.each.append(turn)
                 self._last_totals = (self.times.items, self.times.busy_s)
                 await self._release_if_recalled()
 
@@ -305,6 +332,16 @@ class DeviceTurns:
         if self._recalled and self.holds_devices and not is_computing:
             self.holds_devices = self._recalled = False
             await self._host.ask_driver("release", self._host.name)
+
+
+def _gpu_memory() -> tuple[int, int]:
+    """Return the largest allocation on this process's GPU since the last call, and the GPU's memory; 0, 0 without."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0, 0
+    peak_bytes = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak_bytes, torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def _current_task() -> asyncio.Task[Any]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from headway.control.estimates import pass_share
-from headway.control.summaries import histogram_in_tenths, quantile
+from headway.control.summaries import histogram_in_tenths, mean_interval, quantile
 from headway.records.kernels import KernelEvaluation
 
 FASTER_THAN = (0.8, 1.0, 1.5, 2.0)  # p of fast_p
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-_RESAMPLES, _SEED = 5_000, 0
 _Z = 1.959964  # 97.5 % quantile of the normal distribution
 
 
@@ -114,19 +110,10 @@ def mean_over_tasks(values: Sequence[float]) -> Share | None:
     count, mean = len(values), math.fsum(values) / len(values)
     if mean in (0.0, 1.0):
         margin = _Z**2 / (count + _Z**2)
-        interval = (0.0, margin) if mean == 0.0 else (1.0 - margin, 1.0)
+        low, high = (0.0, margin) if mean == 0.0 else (1.0 - margin, 1.0)
     else:
-        resampled_means = _weights(count) @ np.asarray(values, dtype=np.float64)
-        low, high = np.quantile(resampled_means, (0.025, 0.975))
-        interval = (float(low), float(high))
-    return Share(value=mean, interval=interval, tasks=count)
-
-
-@cache
-def _weights(count: int) -> NDArray[np.float64]:
-    """Bootstrap weights of ``count`` tasks: (resamples, count)."""
-    generator = np.random.default_rng([_SEED, count])
-    return generator.multinomial(count, np.full(count, 1.0 / count), size=_RESAMPLES) / count
+        low, high = mean_interval(values)
+    return Share(value=mean, interval=(low, high), tasks=count)
 
 
 def _pass_at(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headway.records.errors import StorageFailed
 from headway.records.execution import MemoryMove
+from headway.runtime.devices import resident_bytes
 
 PREFIX = "headway-offload-"
 
@@ -156,5 +157,4 @@ def used_bytes() -> int:
     """The resident memory of this process, including shared memory; with a GPU, the memory of torch's allocator."""
     if torch.cuda.is_initialized():
         return torch.cuda.memory_reserved()
-    resident_pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")
+    return resident_bytes()

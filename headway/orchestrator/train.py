@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headway.buffer.epoch import HeldEpoch, epoch_renewal, take_epoch
 from headway.buffer.replication import AccountingReplica
 from headway.config.schema import Experiment
 from headway.generator.client import GeneratorPool
@@ -37,7 +35,7 @@ from headway.orchestrator.stalls.watch import WatchSettings, watching_stalls
 from headway.orchestrator.stop_loop import longest_drain_s
 from headway.orchestrator.task_sets import changed_data, load_task_sets, named_verifiers
 from headway.orchestrator.teachers.start import start_teachers
-from headway.records.errors import HeadwayError, Interrupted, RunLocked
+from headway.records.errors import HeadwayError, Interrupted
 from headway.records.ledger import LedgerLine, RunSummary
 from headway.records.task import Task
 from headway.records.trace import QueueSnapshot, TraceLine, WorkerState
@@ -45,6 +43,7 @@ from headway.rollout.hosting.client import EnvironmentPool
 from headway.rollout.makers.environment import Environments
 from headway.rollout.verification.client import VerifierPool
 from headway.runtime.clock import Clock, RealClock
+from headway.runtime.epochs.register import HeldEpoch, epoch_renewal, take_epoch
 from headway.runtime.garbage_collection import short_collections
 from headway.runtime.run_directory import RunDirectory, with_saved_placement
 from headway.runtime.stalls.waits import Waits
@@ -78,15 +77,8 @@ def train(
     of the end.
     """
     directory = RunDirectory(experiment.run.directory)
-    former_config = directory.begin(experiment, resume=resume)
-    try:
+    with directory.held(experiment, resume=resume):
         return asyncio.run(_train(experiment, directory, resume, take_over, on_line))
-    except RunLocked:  # by an orchestrator elsewhere: its folder stays as it was
-        if former_config is not None:
-            directory.store(former_config)
-        raise
-    finally:
-        directory.release()
 
 
 def run_identity(directory: str | Path) -> str:
@@ -100,13 +92,7 @@ async def _train(
 ) -> RunSummary:
     clock = RealClock()
     async with _interruptible() as interrupts, AsyncExitStack() as stack:
-        epoch = await take_epoch(
-            directory.path,
-            experiment.cluster.disconnect_timeout_s,
-            clock,
-            take_over=take_over,
-            report=partial(print, file=sys.stderr),
-        )
+        epoch = await take_epoch(directory.path, experiment.cluster.disconnect_timeout_s, clock, take_over=take_over)
         await stack.enter_async_context(epoch_renewal(epoch))
         identity = run_identity(directory.path)
         remove_leftovers(directory.path)  # from here on no other process uses the folder

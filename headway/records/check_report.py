@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Literal
 
 import msgspec
 
+from headway.records.errors import ConfigurationError
+
 Level = Literal["error", "warning", "info"]
+_ORDER: tuple[Level, ...] = ("error", "warning", "info")
 Constraint = Literal["generator", "trainer", "verifier", "teacher", "kv", "admission", "environment", "other"]
 
 
@@ -16,6 +21,34 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     key: str  # the configuration key to look at
     message: str
+
+
+class Findings(list[Finding]):
+    """Findings in the order they were made; ``key``: the configuration key concerned.
+
+    Example: ``with findings.refused("model.path"): Tokenizer.load(folder)`` adds an error where that raises one.
+    """
+
+    def error(self, key: str, message: str) -> None:
+        self.append(Finding(level="error", key=key, message=message))
+
+    def warning(self, key: str, message: str) -> None:
+        self.append(Finding(level="warning", key=key, message=message))
+
+    def info(self, key: str, message: str) -> None:
+        self.append(Finding(level="info", key=key, message=message))
+
+    @contextmanager
+    def refused(self, key: str) -> Generator[None]:
+        """End the block at a ConfigurationError, which becomes an error of ``key``."""
+        try:
+            yield
+        except ConfigurationError as error:
+            self.error(key, str(error).removeprefix(f"{key}: "))
+
+    def by_level(self) -> list[Finding]:
+        """All findings, errors first."""
+        return sorted(self, key=lambda finding: _ORDER.index(finding.level))
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):

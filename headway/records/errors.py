@@ -101,6 +101,17 @@ class InfrastructureError(HeadwayError):
     page = "docs/hooks.md#the-policys-failures-and-the-machines"
 
 
+class SimulatorFailed(HeadwayError):
+    """A simulator raised, or returned what its spaces don't allow. ``lane``: of its block, None where unknown. The
+    message of a block's names block, lane, fragment and step."""
+
+    page = "docs/embodied.md"
+
+    def __init__(self, problem: str, lane: int | None = None) -> None:
+        super().__init__(problem)
+        self.lane = lane
+
+
 class WorkerDied(HeadwayError):
     """A worker process ended. ``cause``: exit code or signal and its last traceback; ``silent_s``: seconds without a
     sign of life when its end was noticed."""

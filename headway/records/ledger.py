@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -149,6 +150,29 @@ class KernelShare(msgspec.Struct, frozen=True, kw_only=True):
     count: int  # rollouts of which it is true ...
     rollouts: int  # ... of so many that didn't fail
     untimed: int = 0  # of "faster": correct, but without a speed-up, so counted as no faster
+
+
+class EpisodeStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Section of a step, of policies in simulators: returns of the episodes that ended, and what the simulators did.
+
+    Returns, lengths and successes are of the last 100 episodes that ended in trained fragments; intervals: 95 %,
+    bootstrapped over episodes. nan, (): no episode has ended, or the simulator doesn't report successes."""
+
+    episodes: int = 0  # that ended in this step's fragments
+    cut: int = 0  # episodes that were lost with their lanes since the run began: they count as no return
+    return_mean: float = math.nan
+    return_interval: tuple[float, ...] = ()  # low and high
+    success_rate: float = math.nan
+    success_interval: tuple[float, ...] = ()
+    length_mean: float = math.nan  # steps of an episode
+    transitions: int = 0  # of this step's fragments: environment steps that were trained
+    steps_per_s: float = 0.0  # of these, over the whole step
+    simulate_s: float = 0.0  # summed over blocks: in which the fragments were collected
+    worker_bytes: int = 0  # largest resident memory of a simulators' worker
+    learner_bytes: int = 0  # resident memory of the learner
+    constructions: int = 0  # simulator objects since the run began
+    rebuilt: int = 0  # blocks since the run began, after their worker had died or the run was resumed
+    admitted: int = 0  # fragments since the run began, those that begin behind this step included
 
 
 class QueueFlow(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,6 +332,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     sandboxes: SandboxStatistics | None = None  # counters and histograms: since the step before
     kernels: KernelScores | None = None
     curriculum: CurriculumStep | None = None
+    episodes: EpisodeStatistics | None = None
     pruning: dict[str, PrunerFigures] = {}  # pruner -> its effect on the groups that finished since the last step
     nodes: tuple[NodeConditions, ...] = ()  # the run's machines as they were at the step's end, where it has several
 
@@ -336,6 +361,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True, tag="evaluatio
     time_s: float = 0.0
     by_source: dict[str, SourceScore] = {}  # label of a task source -> its share of the above; {}: a single source
     kernels: dict[str, KernelShare] = {}  # compiles, correct, faster; {}: no kernels were judged
+    return_interval: tuple[float, ...] = ()  # 95 %, of the mean return of episodes, ``reward_mean``; (): no episodes
 
     @property
     def mostly_failed(self) -> bool:
@@ -395,6 +421,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     trained_per_s: float = 0.0
     endings: dict[str, int] = {}
     simulated: bool = False  # by `headway simulate`: no model was trained
+    episodes: EpisodeStatistics | None = None  # of the last step of a policy in simulators; None: a language model
+    environment_steps: int = 0  # of such a policy, trained
 
 
 LedgerLine = StepRecord | EvaluationRecord | EventRecord

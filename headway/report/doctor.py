@@ -13,6 +13,7 @@ from rich.text import Text
 
 from headway.config.load import validate_experiment
 from headway.config.schema import Experiment
+from headway.config.simulation import AnyExperiment, SimulatorExperiment
 from headway.control.alerts import AlertTracker
 from headway.control.tuning.diagnosis import Diagnosis, Recommendation, device_splits, diagnose
 from headway.control.tuning.ledger_model import shape_of
@@ -98,7 +99,7 @@ def alerts_of(lines: Sequence[LedgerLine]) -> tuple[str, ...]:
     return tuple(recorded_texts or replayed_texts)
 
 
-def device_costs(view: RunView, experiment: Experiment, usd_per_device_hour: float | None) -> DeviceCosts:
+def device_costs(view: RunView, experiment: AnyExperiment, usd_per_device_hour: float | None) -> DeviceCosts:
     """Compute ``costs_of`` a run's steps; a simulated run has recorded the number of devices in its scenario."""
     event_data = next((event.data for event in view.events if event.event == EVENT_SIMULATED), {})
     per_replica, trainer_devices = (int(event_data.get(key, 0)) for key in ("devices_per_replica", "trainer_devices"))
@@ -116,14 +117,16 @@ def stored_experiment(view: RunView) -> Experiment:
 
 def costs_of(
     steps: Sequence[StepRecord],
-    experiment: Experiment,
+    experiment: AnyExperiment,
     usd_per_device_hour: float | None,
     per_replica: int = 1,
     trainer_devices: int | None = None,
 ) -> DeviceCosts:
     """Compute the device-hours of all steps, and the lost ones by cause. ``per_replica``: devices of a replica;
     ``trainer_devices``: devices of the trainer, by default one for each rank."""
-    generator_devices, rank_devices = experiment.generator.devices, experiment.trainer.devices
+    rank_devices = experiment.trainer.devices
+    is_simulated = isinstance(experiment, SimulatorExperiment)
+    generator_devices = experiment.simulator.devices if is_simulated else experiment.generator.devices
     replicas = {parse_device(name) for name in generator_devices}
     trainer_count = len(rank_devices) if trainer_devices is None else trainer_devices
     device_count = len({*replicas, *map(parse_device, rank_devices)}) + len(replicas) * (per_replica - 1)

@@ -15,12 +15,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headway.config.schema import Experiment
+from headway.config.simulation import AnyExperiment
 from headway.control.summaries import pooled, weighted_mean
 from headway.control.tuning.balance import waits_of
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PassAt, SourceScore, StepRecord
 from headway.records.rollout import ENDINGS
 from headway.report.doctor import costs_of
+from headway.report.episodes import evaluation_text, score_text, throughput_text
 from headway.report.formats import duration, format_kernel_shares, percent, quantity, score
 from headway.report.incidents import event_detail
 from headway.report.run_cost import LiveCost, cost_sentence, live_cost
@@ -48,7 +49,7 @@ _COLOURS = {
 class LiveState:
     """The state of a run after its ledger lines so far. It has no clock and no terminal; those belong to the views."""
 
-    def __init__(self, experiment: Experiment, usd_per_device_hour: float | None = None) -> None:
+    def __init__(self, experiment: AnyExperiment, usd_per_device_hour: float | None = None) -> None:
         self.experiment = experiment
         self.usd_per_device_hour = usd_per_device_hour
         self.lost_h = Counter[str]()  # cause -> device-hours, as in DeviceCosts
@@ -72,6 +73,8 @@ class LiveState:
             self.recent.append(line)
             if line.rewards:
                 self.solve_rates.append(line.rewards.solve_rate)
+            if line.episodes:
+                self.solve_rates.append(line.episodes.success_rate)
             self.worst_staleness = max(self.worst_staleness, int(line.trajectory_staleness.max))
             self.endings.update(line.endings)
             self.lost_h.update(costs_of([line], self.experiment, None).lost_h)
@@ -127,12 +130,12 @@ def step_line(state: LiveState) -> str:
     parts = [
         f"step {step.version}/{state.experiment.run.steps}",
         duration(step.time_s) + (f" ({duration(eta_s)} left)" if eta_s is not None else ""),
-        f"solve {score(step.rewards and step.rewards.solve_rate)}" + _failed_text(step),
+        score_text(step, "solve") + _failed_text(step),
         f"waits: trainer {state.recent_mean(lambda s: s.trainer_wait_ratio):.0%}, "
-        f"generator {state.recent_mean(lambda s: s.generator_wait_ratio):.0%}",
+        f"{'simulators' if step.episodes else 'generator'} {state.recent_mean(lambda s: s.generator_wait_ratio):.0%}",
         f"stale {step.trajectory_staleness.mean:.1f}, worst {state.worst_staleness} of {state.experiment.queue.budget}",
-        f"buffered {step.buffered_groups}/{step.buffer_capacity_groups}",
-        f"{quantity(state.recent_mean(lambda s: s.samples / s.step_s if s.step_s else 0.0))} samples/s",
+        *([] if step.episodes else [f"buffered {step.buffered_groups}/{step.buffer_capacity_groups}"]),
+        throughput_text(step, state.recent_mean),
     ]
     parts += filter(None, (streams_text([step]), teaching_text([step])))
     if (cost := state.cost()) is not None:
@@ -148,6 +151,8 @@ def _failed_text(step: StepRecord) -> str:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
+    if record.return_interval:
+        return evaluation_text(record)
     versions_text = (
         f"version {record.first_version}" if record.held else f"versions {record.first_version}–{record.last_version}"
     )
@@ -188,11 +193,12 @@ def screen(state: LiveState) -> RenderableType:
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(ratio=1)
     if state.last is None:
-        rows.add_row("Starting", "workers load the model; the first step comes when its batch is full")
+        rows.add_row("Starting", "workers start; the first step comes when its batch is full")
     else:
         step = state.last
         rows.add_row("Who waits?", _waits(state))
-        rows.add_row("Queue", _queue(step))
+        if step.episodes is None:
+            rows.add_row("Queue", _queue(step))
         rows.add_row("How stale?", _staleness(state, step))
         rows.add_row("Learning?", _learning(state, step))
         for label, text in (("Streams", streams_text(state.recent)), ("Teachers", teaching_text(state.recent))):
@@ -256,7 +262,7 @@ def _waits(state: LiveState) -> Text:
     return Text.assemble(
         "trainer ",
         bar(waits.trainer, 12, "blue"),
-        f" {waits.trainer:>4.0%}   generator ",
+        f" {waits.trainer:>4.0%}   {'simulators' if state.last and state.last.episodes else 'generator'} ",
         bar(waits.generator, 12, "yellow"),
         f" {waits.generator:>4.0%}   ",
         (balance, f"bold {_COLOURS[balance]}"),
@@ -308,7 +314,7 @@ def _learning(state: LiveState, step: StepRecord) -> Text:
     if state.evaluation_before is not None:
         detail_texts.append(f"before {state.evaluation_before.solve_rate:.3f}")
     return Text.assemble(
-        f"solve rate {score(rewards and rewards.solve_rate)}{_failed_text(step)} ",
+        f"{score_text(step, 'solve rate')}{_failed_text(step)} ",
         (sparkline(list(state.solve_rates), 30), "green"),
         "\n" + " · ".join(detail_texts),
     )
@@ -322,6 +328,8 @@ def _rates(state: LiveState, step: StepRecord) -> Text:
         f"consumption {quantity(consumption)} · production {quantity(production)} · effective {quantity(effective)} "
         "samples/s"
     )
+    if step.episodes:
+        text = Text(throughput_text(step, state.recent_mean))
     if rates := step.tokens:
         text.append(f"\ngenerated {quantity(rates.generated_per_s)} · trained {quantity(rates.trained_per_s)} tokens/s")
     if step.mfu_step:
@@ -346,7 +354,7 @@ class LiveView:
 
     def __init__(
         self,
-        experiment: Experiment,
+        experiment: AnyExperiment,
         console: Console | None = None,
         now: Callable[[], float] = time.monotonic,
         usd_per_device_hour: float | None = None,

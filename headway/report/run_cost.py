@@ -10,6 +10,7 @@ from headway.control.cost import step_usd
 from headway.report.doctor import DeviceCosts, device_costs, stored_experiment
 from headway.report.formats import duration
 from headway.report.run_view import RunView
+from headway.runtime.run_directory import RunDirectory
 
 
 class LiveCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,11 +49,10 @@ def live_cost(costs: DeviceCosts, price: float, *, duration_s: float, steps: int
 def cost_of_run(view: RunView, price: float) -> LiveCost:
     """Compute the cost of a run. Raises ConfigurationError when its stored configuration, which names the devices,
     can't be read."""
-    totals = {
-        "steps": view.summary.steps,
-        "trained_tokens": sum(step.flow.trained_tokens for step in view.steps),
-    }
-    costs = device_costs(view, stored_experiment(view), price)
+    totals = {"steps": view.summary.steps, "trained_tokens": sum(step.flow.trained_tokens for step in view.steps)}
+    is_simulated = "simulator" in view.configuration
+    experiment = RunDirectory(view.path).read_any_experiment() if is_simulated else stored_experiment(view)
+    costs = device_costs(view, experiment, price)
     return live_cost(costs, price, duration_s=view.summary.duration_s, **totals)
 
 

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headway.records.ledger import RunSummary
+from headway.records.ledger import EpisodeStatistics, RunSummary
+from headway.report.episodes import returns_text
 from headway.report.formats import duration, format_kernel_shares, percent, quantity, score
 
 Rows = dict[str, str]  # label -> text
@@ -41,8 +42,10 @@ def summary_rows(summary: RunSummary) -> Rows:
         rows["simulated"] = "no model was trained: rates and waits are those of a scenario"
     if summary.ended:
         rows["ended"] = summary.ended
+    rows["steps"] = f"{summary.steps:,} in {steps_time(summary)}" + ("" if summary.finished else ", not finished")
+    if (episodes := summary.episodes) is not None:
+        return rows | _episode_rows(summary, episodes)
     rows |= {
-        "steps": f"{summary.steps:,} in {steps_time(summary)}" + ("" if summary.finished else ", not finished"),
         "samples trained": f"{summary.samples_trained:,} ({quantity(summary.trained_per_s)}/s)",
         "solve rate": f"{score(summary.solve_rate_before)} before → {score(summary.solve_rate_after)} after"
         + (f", of version {summary.version_after:,}" if summary.version_after is not None else ""),
@@ -63,6 +66,20 @@ def summary_rows(summary: RunSummary) -> Rows:
         "worst staleness": f"{summary.max_trajectory_staleness} versions",
         "length bias (KS)": f"{summary.length_bias_ks:.4f}",
         "endings": ", ".join(f"{count:,} {ending}" for ending, count in summary.endings.items()) or "none",
+        "accounting": "balanced" if summary.accounting_balanced else "NOT BALANCED",
+    }
+
+
+def _episode_rows(summary: RunSummary, episodes: EpisodeStatistics) -> Rows:
+    """Describe a run of a policy in simulators."""
+    rate = summary.environment_steps / summary.duration_s if summary.duration_s else 0.0
+    return {
+        "environment steps": f"{summary.environment_steps:,} ({quantity(rate)}/s, starts and evaluations included)",
+        "last 100 episodes": returns_text(episodes),
+        "best version": "none was evaluated" if summary.best_version is None else f"{summary.best_version:,}",
+        "waits": f"learner {percent(summary.trainer_wait_ratio)}, simulators {percent(summary.generator_wait_ratio)}",
+        "worst staleness": f"{summary.max_trajectory_staleness} versions",
+        "fragments": ", ".join(f"{count:,} {ending}" for ending, count in summary.endings.items()) or "none",
         "accounting": "balanced" if summary.accounting_balanced else "NOT BALANCED",
     }
 

@@ -11,6 +11,7 @@ import msgspec
 from headway.control.tuning.balance import BUSY, Balance, WaitShares, balance_of, measured_limits, waits_of
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, PrunerFigures, RunSummary, StepRecord
 from headway.records.training import SKIPPED_VALUE_UPDATES
+from headway.report.episodes import mean_text, returns_text, simulators_text
 from headway.report.incidents import incident_text
 from headway.report.plans.placements import change_sentence
 from headway.report.streams import streams_text, teaching_text
@@ -21,6 +22,16 @@ from headway.telemetry.summary import accounting_event, evaluations, failures, m
 Learning = Literal["improved", "worse", "no measurable change", "unknown"]
 
 SIGNIFICANT_Z = 2.0  # difference over its standard error, beyond which learning counts as measured
+_SIMULATOR_TERMS = {
+    "generator capacity (replicas, slots, devices) or shorter responses": "devices for the simulators, smaller blocks",
+    "the generator's devices": "the simulators' devices",
+    "the generator": "the simulators",
+    "more generators": "more simulators",
+    "generation-bound": "simulation-bound",
+    "finished groups": "finished fragments",
+    "rollout": "fragment",
+    "trajectories": "fragments",
+}  # words of texts on the balance -> those of runs in simulators
 _NOT_MEASURED = "Not measured, too many attempts failed"
 
 
@@ -46,6 +57,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     plan_text: str = ""  # the controller's last recommendation, of a plan to which the run can't change; "": none
     changes_text: str = ""  # changes of plan in the run; "": none
     cost_text: str = ""  # "": no price is known
+    simulators_text: str = ""  # rates of a policy in simulators; "": there are none
     untrained_text: str = ""  # why groups have ended untrained since the last step; "": they haven't
     untrained_reason: str = ""  # of the last such ending
 
@@ -56,6 +68,7 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True):
             "Who waits for whom?": self.balance_text,
             "How stale?": self.staleness_text,
             "Is it learning?": self.learning_text,
+            "How fast?": self.simulators_text,
             "From which streams?": self.streams_text,
             "What do teachers do?": self.teaching_text,
             "Is every rollout accounted for?": self.accounting_text,
@@ -97,21 +110,23 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
     is_within, staleness_text = judge_staleness(steps, summary.max_trajectory_staleness, budget)
     learning, rate_change, change_error, learning_text = judge_learning(lines)
     failed, untrained_event = failures(lines), _untrained(lines)
+    word = _in_simulators if steps and steps[-1].episodes else str
     is_alarm = untrained_event is not None and untrained_event.event == EVENT_NO_PROGRESS
     no_failures = "No recorded step shows a cause, but no step completes." if is_alarm else "Nothing."
     return Judgement(
         balance=balance,
-        balance_text=balance_text,
+        balance_text=word(balance_text),
         staleness_budget=budget,
         staleness_within_budget=is_within,
-        staleness_text=staleness_text,
+        staleness_text=word(staleness_text),
         learning=learning,
         solve_rate_change=rate_change,
         solve_rate_change_error=change_error,
         learning_text=learning_text,
-        accounting_text=_accounting_text(lines, summary),
+        accounting_text=word(_accounting_text(lines, summary)),
         failures=failed,
         failures_text=" ".join(filter(None, (_failures_text(failed, summary), incident_text(lines)))) or no_failures,
+        simulators_text=simulators_text(steps),
         streams_text=streams_text(steps),
         teaching_text=teaching_text(steps),
         values_text=_values_text(steps),
@@ -121,6 +136,13 @@ def judge(lines: Sequence[LedgerLine], summary: RunSummary, budget: int | None) 
         untrained_text=f"At version {untrained_event.step} {untrained_event.detail}." if untrained_event else "",
         untrained_reason=str(untrained_event.data.get("reason", "")) if untrained_event else "",
     )
+
+
+def _in_simulators(text: str) -> str:
+    """Reword a text for a run in simulators, in whose processes the policy acts."""
+    for term, simulators_term in _SIMULATOR_TERMS.items():
+        text = text.replace(term, simulators_term).replace(term.capitalize(), simulators_term.capitalize())
+    return text
 
 
 def _values_text(steps: Sequence[StepRecord]) -> str:
@@ -220,6 +242,8 @@ def judge_learning(lines: Sequence[LedgerLine]) -> tuple[Learning, float | None,
     if record_pair is None:
         return "unknown", None, None, _training_trend(lines)
     first, last = record_pair
+    if first.return_interval and last.return_interval:
+        return _judge_returns(first, last)
     rate_change = last.solve_rate - first.solve_rate
     change_error = math.hypot(first.standard_error, last.standard_error)
     task_set = "held-out tasks" if first.split == "test" else f"{first.split} tasks"
@@ -241,6 +265,22 @@ def judge_learning(lines: Sequence[LedgerLine]) -> tuple[Learning, float | None,
     return "worse", rate_change, change_error, f"NO, it got worse: {numbers_text}."
 
 
+def _judge_returns(first: EvaluationRecord, last: EvaluationRecord) -> tuple[Learning, None, None, str]:
+    """Judge the change of the mean return between two evaluations by their intervals."""
+    text = " → ".join(
+        f"{mean_text(record.reward_mean, record.return_interval)} (version {record.last_version})"
+        for record in (first, last)
+    )
+    text = f"mean return of {last.tasks:,} episodes with fixed seeds {text}"
+    if math.isfinite(last.solve_rate):
+        text += f", success rate {first.solve_rate:.3f} → {last.solve_rate:.3f}"
+    if last.return_interval[0] > first.return_interval[1]:
+        return "improved", None, None, f"Yes: {text}."
+    if last.return_interval[1] < first.return_interval[0]:
+        return "worse", None, None, f"NO, it got worse: {text}."
+    return "no measurable change", None, None, f"No measurable change: {text}."
+
+
 def _evaluation_pair(lines: Sequence[LedgerLine]) -> tuple[EvaluationRecord, EvaluationRecord] | None:
     baseline, final = measured_evaluation(lines, "before"), measured_evaluation(lines, "after")
     if baseline is not None and final is not None and baseline.split == final.split:
@@ -250,6 +290,9 @@ def _evaluation_pair(lines: Sequence[LedgerLine]) -> tuple[EvaluationRecord, Eva
 
 
 def _training_trend(lines: Sequence[LedgerLine]) -> str:
+    episodes = [line.episodes for line in lines if isinstance(line, StepRecord) and line.episodes]
+    if episodes:
+        return f"No two evaluations to compare. Of the last 100 episodes of training: {returns_text(episodes[-1])}."
     rates = [line.rewards.solve_rate for line in lines if isinstance(line, StepRecord) and line.rewards]
     if len(rates) < 10:
         return "Too early to tell: no two evaluations to compare."

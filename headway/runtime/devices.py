@@ -212,6 +212,11 @@ def _available_gpus(count: int) -> str:
     return f"this machine shows {count} GPU(s), cuda:0" + (f" to cuda:{count - 1}" if count > 1 else "")
 
 
+def resident_bytes() -> int:
+    """Resident memory of this process, including shared memory."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def native_kernels_enabled() -> bool:
     """Whether C++ kernels are used on one CPU core, where they can be built, and Triton kernels on GPUs;
     ``HEADWAY_NATIVE_KERNELS=0`` in the environment turns them off, to find out whether a fault is theirs."""

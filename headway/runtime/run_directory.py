@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Generator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from headway.config.load import placed_experiment, require_resumable, validate_experiment
+from headway.config.load import placed_experiment, require_resumable, validate, validate_experiment
 from headway.config.schema import Experiment
-from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayError
+from headway.config.simulation import AnyExperiment, SimulatorExperiment
+from headway.records.errors import BufferCorrupt, ConfigurationError, HeadwayError, RunLocked
 from headway.records.plan import PlacementFile, RunPlacement
 from headway.runtime.file_lock import FileLock
 from headway.runtime.file_systems import require_local
@@ -77,8 +79,17 @@ class RunDirectory:
         return self.config.is_file()
 
     def read_experiment(self) -> Experiment:
-        """Read the stored experiment. Raises ConfigurationError when there is none, it can't be read, or its run is of
-        another schema."""
+        """Read the stored experiment. Raises ConfigurationError when there is none, it can't be read, its run is of
+        another schema, or it trains a policy in simulators."""
+        return validate_experiment(self._read_settings(), str(self.config))
+
+    def read_any_experiment(self) -> AnyExperiment:
+        """`read_experiment`, also of a policy in simulators."""
+        raw_settings = self._read_settings()
+        schema = SimulatorExperiment if "simulator" in raw_settings else Experiment
+        return validate(raw_settings, str(self.config), schema)
+
+    def _read_settings(self) -> dict[str, Any]:
         try:
             raw_settings = json.loads(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -87,13 +98,13 @@ class RunDirectory:
             raise ConfigurationError(f"{self.config} is damaged: {error}") from None
         if not isinstance(raw_settings, dict):
             raise ConfigurationError(f"{self.config} is damaged: a JSON object is needed")
-        return validate_experiment(without_schema(cast("dict[str, Any]", raw_settings), self.path), str(self.config))
+        return without_schema(cast("dict[str, Any]", raw_settings), self.path)
 
-    def store(self, experiment: Experiment) -> None:
+    def store(self, experiment: AnyExperiment) -> None:
         """Write the experiment, and the schema of the run's files, to RUN/config.json. Raises as `write_json`."""
         self.write_json(self.config, {KEY: SCHEMA, **json.loads(experiment.model_dump_json())})
 
-    def begin(self, experiment: Experiment, *, resume: bool) -> Experiment | None:
+    def begin(self, experiment: AnyExperiment, *, resume: bool) -> AnyExperiment | None:
         """Lock the folder, make its layout and store ``experiment``; returns the experiment stored before, if any.
 
         Raises RunLocked when another process holds it, ConfigurationError when a new run would overwrite an old
@@ -118,6 +129,29 @@ class RunDirectory:
             raise
         return stored_experiment
 
+    @contextlib.contextmanager
+    def held(self, experiment: AnyExperiment, *, resume: bool) -> Generator[None]:
+        """`begin` a run that lasts as long as the block. At RunLocked by a process elsewhere the folder is left as it
+        was."""
+        former_experiment = self.begin(experiment, resume=resume)
+        try:
+            yield
+        except RunLocked:
+            if former_experiment is not None:
+                self.store(former_experiment)
+            raise
+        finally:
+            self.release()
+
+    def require_startable(self, *, resume: bool) -> None:
+        """Raise ConfigurationError where a new run would overwrite an old one, or there is nothing to resume."""
+        if resume and not self.has_run():
+            raise ConfigurationError(f"{self.path} holds no run to resume: start it without --resume")
+        if not resume and self.has_run():
+            raise ConfigurationError(
+                f"{self.path} already holds a run: continue it with --resume, or choose another run.directory"
+            )
+
     def _lock_accounting(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,23 +160,18 @@ class RunDirectory:
         self._accounting_lock = FileLock(folder / "lock", "cluster.accounting_directory", folder)
         self._accounting_lock.acquire()
 
-    def _admit(self, experiment: Experiment, resume: bool, buffer: Path) -> Experiment | None:
-        if not self.has_run():
-            if resume:
-                raise ConfigurationError(f"{self.path} holds no run to resume: start it without --resume")
+    def _admit(self, experiment: AnyExperiment, resume: bool, buffer: Path) -> AnyExperiment | None:
+        self.require_startable(resume=resume)
+        if not resume:
             if experiment.cluster.accounting_directory is not None and buffer.exists():
                 raise ConfigurationError(
                     f"cluster.accounting_directory: {buffer.parent} holds the accounting of another run; choose "
                     "another folder"
                 )
             return None
-        if not resume:
-            raise ConfigurationError(
-                f"{self.path} already holds a run: continue it with --resume, or choose another run.directory"
-            )
-        stored_experiment = self.read_experiment()
+        stored_experiment = self.read_any_experiment()
         require_resumable(stored_experiment, experiment)
-        if not buffer.is_file() and self._has_trained():
+        if isinstance(experiment, Experiment) and not buffer.is_file() and self._has_trained():
             raise BufferCorrupt(
                 f"{buffer} is missing, and the run can't be resumed without it: its batches and open groups are "
                 f"there. Put it back, or start in another run.directory, from a checkpoint's weights if you like: "

@@ -7,6 +7,7 @@ error; a loop that returns although it should not is an error too, with its name
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -46,25 +47,30 @@ def handled_signals(on_signal: Callable[[], object], numbers: Sequence[int] = IN
 
 
 @asynccontextmanager
-async def until_interrupted() -> AsyncIterator[asyncio.Event]:
-    """An event that the first Ctrl-C or SIGTERM sets; a second one cancels the block."""
+async def until_interrupted(grace_s: float = math.inf) -> AsyncIterator[asyncio.Event]:
+    """An event that the first Ctrl-C or SIGTERM sets; a second one, or the end of ``grace_s`` after the first, cancels
+    the block."""
     stopped, task = asyncio.Event(), asyncio.current_task()
     assert task is not None
-    interrupted = False
+    expiry: asyncio.TimerHandle | None = None
 
     def on_signal() -> None:
-        nonlocal interrupted
-        if interrupted:
+        nonlocal expiry
+        if expiry is not None:
             task.cancel()
-        interrupted = True
+        else:
+            expiry = task.get_loop().call_later(grace_s, task.cancel)
         stopped.set()
 
     try:
         with handled_signals(on_signal):
             yield stopped
     except asyncio.CancelledError:
-        if not interrupted:
+        if expiry is None:
             raise
+    finally:
+        if expiry is not None:
+            expiry.cancel()
 
 
 async def supervise(loops: Mapping[str, Loop], until: str | None = None) -> Any:

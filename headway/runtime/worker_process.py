@@ -16,10 +16,11 @@ from typing import IO, Protocol
 
 from headway.runtime.fork_server import ForkedProcess, ForkServer
 from headway.runtime.stalls.stacks import dump_of
+from headway.runtime.stalls.watchdog import timeout_stack
 
 EXIT_POLL_S = 0.05  # only where the kernel gives no process descriptors
 LOG_TAIL_LINES = 20
-LOG_TAIL_BYTES = 8192
+LOG_TAIL_BYTES = 1 << 16  # holds the stacks of all threads that a watchdog writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +158,12 @@ class ChildProcess:
         self._on_exit(ProcessExit(code=code, output=output))
 
     def _log_tail(self) -> str:
-        """The last lines that this process wrote; the log may have the output of predecessors."""
+        """The last lines that this process wrote, or the stack of the work that hung; the log may have the output of
+        predecessors."""
         log_end = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(self._log_start, log_end - LOG_TAIL_BYTES))
-        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+        text = self._log.read().decode(errors="replace")
+        return timeout_stack(text) or "\n".join(text.splitlines()[-LOG_TAIL_LINES:])
 
 
 def _open_log(path: str | Path | None) -> tuple[IO[bytes], int]:

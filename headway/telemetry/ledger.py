@@ -99,8 +99,12 @@ class Ledger:
 
     def event(self, event: str, detail: str = "", step: int = 0, **data: float | int | str) -> None:
         """Record an EventRecord stamped with the time since the ledger was opened."""
-        time_s = self._clock.now() - self._opened_s
-        self.record(EventRecord(event=event, detail=detail, step=step, time_s=time_s, data=data))
+        self.record(EventRecord(event=event, detail=detail, step=step, time_s=self.time_s, data=data))
+
+    @property
+    def time_s(self) -> float:
+        """The time since the ledger was opened."""
+        return self._clock.now() - self._opened_s
 
     def close(self) -> None:
         """Close the file; a second call is a no-op."""

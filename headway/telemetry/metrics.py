@@ -17,6 +17,7 @@ from headway.records.curriculum import CurriculumStep
 from headway.records.generation import ROUTER_COUNTERS, RouterStatistics
 from headway.records.ledger import (
     Distribution,
+    EpisodeStatistics,
     EvaluationRecord,
     KernelScores,
     LedgerLine,
@@ -84,6 +85,16 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "reward/zero_variance_share": ("rewards.zero_variance_share", "share of groups whose rewards are all equal"),
     "reward/judge_tokens": ("judges.tokens", "read and written by language models that judge"),
     "reward/judge_cost": ("judges.cost", "cost of these, in the currency of their price"),
+    "episodes/return_mean": ("episodes.return_mean", "mean return of the last 100 episodes"),
+    "episodes/success_rate": ("episodes.success_rate", "share of them that succeeded"),
+    "episodes/length_mean_steps": ("episodes.length_mean", "environment steps of an episode"),
+    "episodes/ended": ("episodes.episodes", "episodes that ended in the step's fragments"),
+    "episodes/cut": ("episodes.cut", "episodes lost with their lanes, since the run began"),
+    "episodes/constructions": ("episodes.constructions", "simulators built since the run began"),
+    "rates/environment_steps_per_s": ("episodes.steps_per_s", "environment steps trained, over the whole step"),
+    "episodes/worker_bytes": ("episodes.worker_bytes", "largest resident memory of a simulators' worker"),
+    "episodes/learner_bytes": ("episodes.learner_bytes", "resident memory of the learner"),
+    "time/simulate_s": ("episodes.simulate_s", "collecting the step's fragments, summed over blocks"),
     "teaching/rollouts": ("teaching.rollouts", "scored by teachers outside of the trainer"),
     "teaching/failures": ("teaching.failures", "rollouts that failed because a teacher did"),
     "teaching/tokens": ("teaching.tokens", "read by them"),
@@ -141,6 +152,8 @@ def _scalars(line: LedgerLine, sources: Iterable[str]) -> Iterator[tuple[str, fl
             yield f"{prefix}_solve_rate", line.solve_rate
             yield f"{prefix}_solve_rate_standard_error", line.standard_error
             yield f"{prefix}_reward_mean", line.reward_mean
+            for bound, value in zip(("low", "high"), line.return_interval, strict=False):
+                yield f"{prefix}_reward_{bound}", value
             yield f"{prefix}_length_mean_tokens", line.length_mean
             yield f"{prefix}_duration_s", line.duration_s
             yield from _pass_at(f"{prefix}_", line.pass_at)
@@ -276,6 +289,12 @@ def _of_pruning(pruning: Mapping[str, PrunerFigures]) -> Iterator[tuple[str, flo
         yield f"pruning_by/{pruner}_rollouts", float(figures.rollouts)
 
 
+def _of_episodes(episodes: EpisodeStatistics) -> Iterator[tuple[str, float]]:
+    for name in ("return", "success"):
+        for bound, value in zip(("low", "high"), getattr(episodes, f"{name}_interval"), strict=False):
+            yield f"episodes/{name}_{bound}", value
+
+
 # section of a step -> its metrics that aren't in STEP_METRICS
 _SECTION_METRICS: dict[str, Callable[[Any], Iterator[tuple[str, float]]]] = {
     "router": router_metrics,
@@ -283,6 +302,7 @@ _SECTION_METRICS: dict[str, Callable[[Any], Iterator[tuple[str, float]]]] = {
     "curriculum": _of_curriculum,
     "pruning": _of_pruning,
     "kernels": _of_kernels,
+    "episodes": _of_episodes,
 }
 
 

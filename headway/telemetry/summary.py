@@ -66,6 +66,8 @@ def summarise(lines: Sequence[LedgerLine], duration_s: float | None = None) -> R
         trained_per_s=_share(trained_samples, total_s),
         endings=ending_counts,
         simulated=last_event(lines, EVENT_SIMULATED) is not None,
+        episodes=steps[-1].episodes if steps else None,
+        environment_steps=sum(step.episodes.transitions for step in steps if step.episodes),
     )
 
 

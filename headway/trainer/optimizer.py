@@ -12,12 +12,14 @@ from torch.optim.adamw import adamw
 
 from headway.config.consistency import MUON_OF_TRANSFORMERS
 from headway.config.schema import SftConfig, TrainerConfig
+from headway.config.simulation import EmbodiedTrainerConfig
 from headway.models.decoder import Decoder
 from headway.models.layout import matrix_rows
 from headway.records.errors import ConfigurationError
 from headway.records.training import OptimiserSettings
 
 OptimiserState = dict[Tensor, dict[str, Tensor]]  # by parameter: step, exp_avg, exp_avg_sq; under Muon momentum
+ScheduledConfig = TrainerConfig | SftConfig | EmbodiedTrainerConfig  # sections with a learning rate's schedule
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of x, x^3 and x^5 (Jordan et al., 2024)
 NEWTON_SCHULZ_STEPS = 5
 
@@ -159,7 +161,7 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 def learning_rate(
-    step: int, settings: TrainerConfig | SftConfig, total_steps: int, first_step: int = 0, *, lowest: float = 0.0
+    step: int, settings: ScheduledConfig, total_steps: int, first_step: int = 0, *, lowest: float = 0.0
 ) -> float:
     """The learning rate of the step that follows ``step`` completed ones.
 

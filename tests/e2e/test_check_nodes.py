@@ -19,7 +19,7 @@ import warm_programs
 from node_processes import KEY, namespaces, no_namespaces, start_agent
 
 from headway.orchestrator.preflight.cluster import cluster_findings, node_findings
-from headway.orchestrator.preflight.findings import Findings
+from headway.records.check_report import Findings
 from headway.runtime.nodes.handshake import KEY_VARIABLE, software
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(240)]

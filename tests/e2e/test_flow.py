@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections import Counter
@@ -13,7 +14,7 @@ import flow_workers
 import numpy as np
 import pytest
 import tiny_run
-from flow_workers import Doubles, Mortal, Publisher, Remembers, Shared, Subscriber, double_all
+from flow_workers import Doubles, Hangs, Large, Mortal, PingPong, Publisher, Remembers, Shared, Subscriber, double_all
 from node_processes import KEY, namespaces, no_namespaces, start_agent
 
 from headway.flow.run import Flow, run
@@ -27,11 +28,13 @@ class Forgetful(Worker):
     """Neither stateless nor with a state to hand on."""
 
 
+HANGS = Path(flow_workers.__file__).read_text()
 ONE = {"double": "cpu:0"}
 TWO = {"double": ["cpu:0", "cpu:1"]}
+TWICE = {"double": ["cpu:0", "cpu:0"]}
 
 
-@pytest.mark.parametrize("plan", [ONE, TWO])
+@pytest.mark.parametrize("plan", [ONE, TWO, TWICE])
 def test_items_go_through_workers_and_come_back(plan: dict[str, Any]):
     assert sorted(run(double_all, plan, 20)) == [2 * number for number in range(20)]
 
@@ -131,6 +134,85 @@ def test_a_restarted_worker_goes_on_from_the_state_of_the_last_step(tmp_path: Pa
         run(forgetful, ONE)
 
 
+def test_a_large_state_of_a_dead_worker_was_in_shared_memory_alone(tmp_path: Path):
+    states: list[Any] = []
+
+    async def workflow(flow: Flow) -> list[float]:
+        group = await flow.workers("double", Large, 1_000_000, restarts=1)
+        sums: list[float] = []
+        async for step in flow.steps(3):
+            sums += await group.add(1.0, str(tmp_path / "died") if step == 2 else "")
+            states.append(dict(flow._stages["double"]._states))
+        return sums
+
+    assert run(workflow, ONE) == [1e6, 2e6, 3e6]
+    assert (tmp_path / "died").exists()
+    held = states[-1]["double-0"]
+    assert (held.owner, bool(held.segment)) == ("double-0", True)
+    assert held.content is None
+    assert held.size_bytes > 8_000_000
+
+
+def test_a_step_that_hangs_is_named_and_its_worker_restarted(tmp_path: Path):
+    line = next(number for number, text in enumerate(HANGS.splitlines(), 1) if "time.sleep" in text and "hang" in text)
+
+    async def workflow(flow: Flow, restarts: int) -> int:
+        group = await flow.workers("double", Hangs, restarts=restarts)
+        return await group.on(0).step(str(tmp_path / f"hung-{restarts}"))
+
+    with pytest.raises(WorkerDied, match=rf'Timeout .*\n  File ".*flow_workers.py", line {line} in wait_for_ever'):
+        run(workflow, ONE, 0)
+    assert run(workflow, ONE, 1, directory=tmp_path / "run") == 3
+    events = (tmp_path / "run" / "workflow.jsonl").read_text()
+    assert f'flow_workers.py\\", line {line} in wait_for_ever' in events
+    assert "double_restarted" in events
+    assert f"line {line} in wait_for_ever" in (tmp_path / "run" / "logs" / "double-0.log").read_text()
+
+
+def test_a_step_may_take_its_time_between_limited_blocks():
+    async def workflow(flow: Flow) -> int:
+        group = await flow.workers("double", Hangs)
+        return await group.on(0).slow_but_never_hanging()
+
+    assert run(workflow, ONE) == 4
+
+
+SCRIPT = """
+from dataclasses import dataclass
+from flow_workers import Keeps
+from headway.api import Worker, run
+
+@dataclass
+class Settings:
+    number: int
+
+class Reads(Worker):
+    def __init__(self, settings):
+        assert type(settings) is Settings
+        self.settings = settings
+    def read(self):
+        return self.settings
+
+async def workflow(flow):
+    reads = await flow.workers("reads", Reads, Settings(3))
+    keeps = await flow.workers("keeps", Keeps, [Settings(4)])
+    [mine], [[kept]] = await reads.read(), await keeps.read()
+    assert type(mine) is type(kept) is Settings
+    return mine.number + kept.number
+
+if __name__ == "__main__":
+    print(run(workflow, {"reads": "cpu:0", "keeps": "cpu:0"}))
+"""
+
+
+def test_arguments_may_be_of_classes_of_the_started_script(tmp_path: Path):
+    """Of a worker that the script defines, and of one that a module defines."""
+    script = tmp_path / "script_with_settings.py"
+    script.write_text(SCRIPT)
+    code, output, errors = tiny_run.run_program(script)
+    assert (code, output.strip()) == (0, "7"), errors[-2000:]
+
+
 def test_a_plan_is_not_changed_under_a_running_call():
     async def workflow(flow: Flow) -> None:
         group = await flow.workers("double", Doubles)
@@ -225,7 +307,6 @@ def test_a_death_while_it_is_built_frees_the_devices(tmp_path: Path):
     ("plan", "message"),
     [
         ({"double": []}, "at least one device"),
-        ({"double": ["cpu:0", "cpu:0"]}, "has cpu:0 more than once"),
         ({"double": "b/cpu:0"}, "node 'b' needs cluster"),
         ({"stages": {"double": {"devices": ["cpu:0"], "chunks": 2}}}, "unknown field"),
     ],
@@ -239,8 +320,36 @@ def test_a_folder_holds_one_workflow(tmp_path: Path):
     run(double_all, ONE, 1, directory=tmp_path)
     with pytest.raises(ConfigurationError, match="has the steps of another workflow"):
         run(double_all, ONE, 1, directory=tmp_path)
-    with pytest.raises(ConfigurationError, match="run has no option stal_s; valid: devices, items, directory, stall_s"):
+    with pytest.raises(ConfigurationError, match="run has no option stal_s; valid: devices, items, directory, resume"):
         run(double_all, ONE, 1, stal_s=1)
+
+
+def test_a_resumed_workflow_numbers_its_steps_on(tmp_path: Path):
+    async def workflow(flow: Flow, count: int, start: int | None) -> list[int]:
+        await flow.workers("double", Doubles)
+        return [step async for step in flow.steps(count, start)]
+
+    assert run(workflow, ONE, 2, None, directory=tmp_path, resume=True) == [0, 1]
+    with (tmp_path / "workflow.jsonl").open("a") as file:
+        file.write('{"kind":"flow_st')  # torn by a kill
+    assert run(workflow, ONE, 2, None, directory=tmp_path, resume=True) == [2, 3]
+    assert run(workflow, ONE, 2, 3, directory=tmp_path, resume=True) == [3, 4]  # from a checkpoint of step 2
+    lines = [json.loads(line) for line in (tmp_path / "workflow.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "flow_step"] == [0, 1, 2, 3, 3, 4]
+
+
+@pytest.mark.timeout(60)
+def test_stages_that_only_send_messages_are_planned():
+    async def workflow(flow: Flow) -> tuple[ExecutionPlan, float]:
+        act, simulate = await flow.workers("act", PingPong), await flow.workers("simulate", PingPong)
+        async for _ in flow.steps(4):
+            calls = [act.rounds("simulate", 10, True), simulate.rounds("act", 10, False)]
+            await asyncio.gather(*(call.wait() for call in calls))
+        return flow.plan, flow.history[-1].seconds
+
+    plan, seconds = run(workflow, "auto", devices=["cpu:0"], items=8)
+    assert plan.expected_s is not None
+    assert 0.19 < plan.expected_s < 5 * seconds  # ten rounds of two turns of 10 ms
 
 
 def test_a_call_of_a_worker_killed_from_outside_fails_at_once():

@@ -117,6 +117,80 @@ class Remembers(Worker):
         self.number = number
 
 
+class Large(Worker):
+    """Has an array of a million numbers, and dies when it is told to, once."""
+
+    def __init__(self, count: int) -> None:
+        self.numbers = np.zeros(count)
+
+    def add(self, amount: float, once: str = "") -> float:
+        self.numbers += amount
+        if once and not os.path.exists(once):
+            open(once, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return float(self.numbers.sum())
+
+    def state(self) -> np.ndarray:
+        return self.numbers
+
+    def restore(self, numbers: np.ndarray) -> None:
+        self.numbers = numbers
+
+
+class Hangs(Worker):
+    """Takes three steps, of which one hangs, once."""
+
+    stateless = True
+
+    async def step(self, once: str) -> int:
+        async with self.turn():
+            with self.limited(0.5) as watchdog:
+                for number in range(3):
+                    watchdog.restart()
+                    if number == 1 and not os.path.exists(once):  # noqa: ASYNC240
+                        open(once, "w").close()  # noqa: ASYNC230
+                        self.wait_for_ever()
+        return 3
+
+    def wait_for_ever(self) -> None:
+        time.sleep(3600)  # the hang
+
+    def slow_but_never_hanging(self) -> int:
+        """More than the limit inside one block, in short steps, and outside of blocks."""
+        with self.limited(0.4) as watchdog:
+            for _ in range(4):
+                watchdog.restart()
+                time.sleep(0.2)
+        time.sleep(0.6)
+        return 4
+
+
+class Keeps(Worker):
+    """Has what it was built with."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def read(self) -> Any:
+        return self.content
+
+
+class PingPong(Worker):
+    """Sends a message and gets one, several times a call."""
+
+    stateless = True
+
+    async def rounds(self, other: str, count: int, first: bool) -> None:
+        for _ in range(count):
+            if first:
+                await self.send(np.zeros(1000), f"{other}-0")
+            await self.recv(f"{other}-0")
+            async with self.turn():
+                time.sleep(0.01)  # noqa: ASYNC251
+            if not first:
+                await self.send(np.zeros(1000), f"{other}-0")
+
+
 class Shared(Worker):
     """Computes for a while in turns, and notes whether its memory was on the device then."""
 

@@ -15,9 +15,8 @@ from headway.config.load import placed_experiment
 from headway.config.schema import Experiment, HostMemory
 from headway.control.tuning.diagnosis import DeviceSplit
 from headway.models.sizes import ModelSizes, sizes_of
-from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import OF_NODE, RankLayout, bytes_of, exchanged_bytes, memory_uses
-from headway.records.check_report import MemoryPlace, MemoryUse
+from headway.records.check_report import Findings, MemoryPlace, MemoryUse
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
 from headway.runtime.nodes.conditions import machine_memory

@@ -23,7 +23,6 @@ from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.devices import device_findings, division_findings
 from headway.orchestrator.preflight.engine import engine_findings
 from headway.orchestrator.preflight.episode import episode_findings
-from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.hooks import function_findings, require_kernel_services, require_known_calls
 from headway.orchestrator.preflight.memory import memory_uses
 from headway.orchestrator.preflight.pictures import picture_findings
@@ -39,7 +38,7 @@ from headway.orchestrator.task_sets import (
     without_held_out,
 )
 from headway.orchestrator.teachers.checks import require_teachers
-from headway.records.check_report import Finding
+from headway.records.check_report import Finding, Findings
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.task import Task
 from headway.runtime.addresses import is_loopback, listening_socket

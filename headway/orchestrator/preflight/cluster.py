@@ -11,8 +11,8 @@ from headway.config.schema import Experiment
 from headway.models.sizes import sizes_of
 from headway.orchestrator.nodes.machines import Machines, NodeCheck, device_names, open_machines
 from headway.orchestrator.preflight.capacity import gibibytes, memory_findings, memory_places, nearest_folder
-from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import memory_uses
+from headway.records.check_report import Findings
 from headway.records.errors import HeadwayError
 from headway.records.node import NodeConditions
 from headway.runtime.addresses import machine_addresses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.config.schema import Experiment
-from headway.orchestrator.preflight.findings import Findings
+from headway.records.check_report import Findings
 from headway.runtime.addresses import is_loopback, listening_socket, service_keys
 
 

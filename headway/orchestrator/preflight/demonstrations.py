@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from headway.config.schema import Experiment
-from headway.orchestrator.preflight.findings import Findings
+from headway.records.check_report import Findings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.tasks.demonstrations import Pair, read_demonstrations

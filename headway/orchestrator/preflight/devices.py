@@ -11,7 +11,7 @@ from headway.config.schema import Experiment, TrainerConfig
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig
 from headway.models.parallel.divisors import require_divisible
-from headway.orchestrator.preflight.findings import Findings
+from headway.records.check_report import Findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import Device, cpu_multiplies_bfloat16, cuda_device_count, parse_device
 

@@ -9,7 +9,7 @@ from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig
 from headway.models.routing import replayed_routing
 from headway.orchestrator.preflight.devices import require_device
-from headway.orchestrator.preflight.findings import Findings
+from headway.records.check_report import Findings
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device, sharing
 

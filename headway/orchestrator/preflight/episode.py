@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from headway.config.schema import Experiment
 from headway.orchestrator.preflight.demonstrations import DemonstratedTask, answer_of, check_rewards, make_attempts
-from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.sandboxes import SANDBOXES, uses_sandboxes
+from headway.records.check_report import Findings
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.rollout import Failure, Verdict
 from headway.records.task import Task

@@ -12,7 +12,7 @@ from headway.algorithms.groups.hooks import resolve_hooks
 from headway.config.endpoint import EnvironmentConfig
 from headway.config.hooks import HOOKS, HooksConfig
 from headway.config.schema import ADVANTAGES, LOSSES, Experiment
-from headway.orchestrator.preflight.findings import Findings
+from headway.records.check_report import Findings
 from headway.records.errors import ConfigurationError
 from headway.records.task import Task
 from headway.rollout.environments.kernel import Kernel

@@ -10,8 +10,8 @@ from headway.config.schema import Experiment
 from headway.models.hf.pixels import CACHED
 from headway.models.hf.prompts import PictureClient
 from headway.orchestrator.preflight.capacity import gibibytes
-from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import uncovered_groups
+from headway.records.check_report import Findings
 from headway.records.task import Task
 from headway.runtime.clock import RealClock
 from headway.runtime.scratch import ScratchFolder

@@ -15,10 +15,9 @@ from headway.orchestrator.preflight.calibration import SECONDS, OnProgress, cali
 from headway.orchestrator.preflight.capacity import gibibytes, memory_places
 from headway.orchestrator.preflight.check import check, is_made_by_sft
 from headway.orchestrator.preflight.cluster import node_findings
-from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.memory import memory_uses
 from headway.orchestrator.task_sets import load_task_sets
-from headway.records.check_report import Calibration, CheckReport, Finding, Forecast, MemoryUse
+from headway.records.check_report import Calibration, CheckReport, Finding, Findings, Forecast, MemoryUse
 from headway.records.task import Task
 from headway.runtime.devices import cuda_device_count, machine_cores, parse_device
 

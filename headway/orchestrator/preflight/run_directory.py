@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from headway.config.load import require_resumable
 from headway.config.schema import Experiment
-from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.task_sets import changed_data, training_data
+from headway.records.check_report import Findings
 from headway.records.task import Task
 from headway.runtime.run_directory import RunDirectory
 from headway.tasks.drawn_demonstrations import Demonstrations
@@ -37,13 +37,9 @@ def directory_findings(
         findings.error("run.directory", f"{directory.path} is in use by process {holder}")
     if directory.path.exists() and not directory.path.is_dir():
         findings.error("run.directory", f"{directory.path} is a file; a folder is needed")
-    elif not resume and directory.has_run():
-        findings.error(
-            "run.directory",
-            f"{directory.path} already holds a run: continue it with --resume, or choose another directory",
-        )
-    elif resume and not directory.has_run():
-        findings.error("run.directory", f"{directory.path} holds no run to resume: start it without --resume")
+    elif resume != directory.has_run():
+        with findings.refused("run.directory"):
+            directory.require_startable(resume=resume)
     elif resume:
         with findings.refused("run.directory"):
             require_resumable(directory.read_experiment(), experiment)

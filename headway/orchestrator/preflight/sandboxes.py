@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from headway.config.schema import Experiment
-from headway.orchestrator.preflight.findings import Findings
+from headway.records.check_report import Findings
 from headway.records.errors import ConfigurationError
 from headway.records.sandbox import SandboxFinding
 from headway.rollout.hosting.service import load_environment

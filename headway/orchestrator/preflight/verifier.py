@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from headway.config.schema import Experiment
 from headway.orchestrator.preflight.demonstrations import DemonstratedTask, check_rewards, make_attempts
 from headway.orchestrator.preflight.episode import rewards_itself
-from headway.orchestrator.preflight.findings import Findings
 from headway.orchestrator.preflight.references import LeftOut, prove_references, refused_sources
 from headway.orchestrator.task_sets import named_verifiers, rollouts_may_reward
+from headway.records.check_report import Findings
 from headway.records.errors import HeadwayError, RemoteError
 from headway.records.rollout import Verdict
 from headway.records.task import Task

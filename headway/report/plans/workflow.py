@@ -16,8 +16,8 @@ from headway.telemetry.trace_file import decoded_lines
 
 
 def is_workflow(folder: str | Path) -> bool:
-    """Return whether the folder is a workflow's, not a run's."""
-    return (Path(folder) / WORKFLOW_FILE).is_file()
+    """Return whether the folder is a workflow's, not a run's: one of a policy in simulators has both files."""
+    return (Path(folder) / WORKFLOW_FILE).is_file() and not (Path(folder) / "ledger.jsonl").is_file()
 
 
 def read_workflow(folder: str | Path) -> list[FlowLine]:

@@ -119,11 +119,14 @@ def _list_run(path: Path, price: float | None) -> ListedRun:
     duration_s, device_hours = ledger.duration_s, None
     if lines and not (path / "scenario.json").exists():
         try:
-            device_hours = costs_of([], directory.read_experiment(), None).devices * duration_s / 3600
+            device_hours = costs_of([], directory.read_any_experiment(), None).devices * duration_s / 3600
         except ConfigurationError as error:
             problems.append(f"device-hours aren't known: {error}")
     last_unix_s = directory.ledger.stat().st_mtime if directory.ledger.exists() else None
     solve_rate, standard_error, rate_source = _solve_rate(lines, recent, path)
+    reward = weighted_mean(recent, lambda pair: pair[0].mean, lambda pair: pair[1]) if recent else None
+    if steps and (episodes := steps[-1].episodes):
+        reward = episodes.return_mean
     return ListedRun(
         run=_path_text(path),
         state="running" if holder else state,
@@ -133,7 +136,7 @@ def _list_run(path: Path, price: float | None) -> ListedRun:
         solve_rate=solve_rate,
         standard_error=standard_error,
         solve_rate_of=rate_source,
-        reward=weighted_mean(recent, lambda pair: pair[0].mean, lambda pair: pair[1]) if recent else None,
+        reward=reward,
         device_hours=device_hours,
         usd=None if device_hours is None or price is None else step_usd(device_hours * 3600, 1, price),
         disk_bytes=_disk_bytes(path),
@@ -194,6 +197,9 @@ def _solve_rate(
             return line.solve_rate, line.standard_error, f"{line.split} {line.phase}{failed_text}"
     if (best_rate := _read_object(path / "best" / "evaluation.json", []).get("solve_rate")) is not None:
         return float(best_rate), None, "best"
+    success_rates = [line.episodes.success_rate for line in lines if isinstance(line, StepRecord) and line.episodes]
+    if success_rates:
+        return success_rates[-1], None, "training"
     training_rate = weighted_mean(recent, lambda pair: pair[0].solve_rate, lambda pair: pair[1]) if recent else None
     return training_rate, None, "training" if recent else ""
 

@@ -26,6 +26,8 @@ from headway.telemetry.metrics import STEP_METRICS
 _MAX_EVENTS, _MAX_LOGS, _BLOCK_BYTES = 2000, 500, 1 << 16
 _PLOTS = (  # section, title, patterns of names: the plots of several series, in the order of display
     ("Learning", "Solve rate", "reward/solve_rate"),
+    ("Learning", "Return of the last 100 episodes", "episodes/return_*"),
+    ("Learning", "Success rate of the last 100 episodes", "episodes/success_*"),
     ("Learning", "Reward", "reward/mean"),
     ("Learning", "pass@k", "reward/pass_at_*[0-9]"),
     ("Learning", "Groups without variance, truncated responses", "reward/zero_variance_share length/truncated_share"),
@@ -34,6 +36,7 @@ _PLOTS = (  # section, title, patterns of names: the plots of several series, in
     ("Learning", "Why tasks were drawn", "curriculum/*_draw_share"),
     ("Balance", "Who waits", "wait/*"),
     ("Balance", "Rates", "rates/*samples_per_s"),
+    ("Balance", "Environment steps per second", "rates/environment_steps_per_s"),
     ("Balance", "Queue depth", "queue/running_groups queue/buffered_groups queue/parked_groups"),
     ("Balance", "Oldest buffered group", "queue/oldest_age_s"),
     ("Balance", "Where a step's time goes", "time/trainer_*_s time/publish_s time/checkpoint_s time/switch_s"),
@@ -61,7 +64,8 @@ _SECTIONS = {  # section of other series by the first part of their names; a par
     **dict.fromkeys(("loss", "ratio", "optimiser"), "Optimiser"),
     **dict.fromkeys(("length", "endings", "failures", "filtered", "pruning"), "Rollouts"),
 }
-_UNITS = ("samples_per_s", "tokens_per_s", "flop_per_s", "groups", "rollouts", "tokens", "steps", "bytes", "s")
+_RATES = tuple(f"{counted}_per_s" for counted in ("samples", "tokens", "steps", "flop"))
+_UNITS = (*_RATES, "groups", "rollouts", "tokens", "steps", "bytes", "s")
 _KINDS = {
     **dict.fromkeys(("start", "resume", "interrupt", "replaying", "restored", "accounting", "end"), "restart"),
     **dict.fromkeys(("stalled", "stall_ended", "worker_stalled"), "stall"),

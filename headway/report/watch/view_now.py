@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headway.config.schema import Experiment
 from headway.control.summaries import weighted_mean
 from headway.control.tuning.balance import waits_of
 from headway.records.generation import EngineLoad
@@ -192,7 +193,8 @@ def _queue(
     engines = queue_state.engines or EngineLoad()
     waits_by_kind = Counter(wait.kind for wait in waits.waits) if waits is not None else Counter[str]()
     experiment, is_training = tail.experiment, any(kind.startswith("trainer.") for kind in waits_by_kind)
-    group_size = 1 if experiment is None else experiment.rollout.group_size
+    is_language = isinstance(experiment, Experiment)  # a fragment of simulators is a group of one
+    group_size = experiment.rollout.group_size if is_language else 1
     teaching_groups = min(queue_state.running_groups, waits_by_kind["a teacher"])
     verifying_groups = min(queue_state.running_groups - teaching_groups, waits_by_kind["verdicts"])
     generating_groups = queue_state.running_groups - teaching_groups - verifying_groups
@@ -204,7 +206,7 @@ def _queue(
         ("verifying", verifying_groups, None),
         *([("teaching", teaching_groups, None)] if teaching_groups else ()),
         ("buffered", queue_state.buffered_groups, None),
-        ("batch", experiment.queue.groups_per_step if is_training and experiment is not None else 0, None),
+        ("batch", experiment.queue.groups_per_step if is_training and is_language else 0, None),
     )
     finished_by_version, now_s = dict[int, list[float]](), snapshot.time_s if snapshot else 0.0
     for group in trace.buffered() if snapshot is not None else ():

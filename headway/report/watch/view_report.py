@@ -12,6 +12,7 @@ from headway.control.summaries import pooled
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, StepRecord
 from headway.records.plan import PLAN_FILE, RunPlan
+from headway.report.episodes import mean_text
 from headway.report.formats import duration, format_kernel_shares, percent, quantity, score
 from headway.report.incidents import HEADINGS, incident_rows
 from headway.report.kernels import kernel_sentences
@@ -24,6 +25,7 @@ from headway.report.sandboxes import latency_rows, sandbox_sentences
 from headway.report.tables import steps_time
 from headway.report.watch.watched_runs import WatchedRun, is_inside
 
+_MAX_VIDEO_BYTES = 4 << 20
 _MAX_ROWS = 200  # newest events and incidents in a table
 _BAD = ("NO,", "NO:", "BUDGET BROKEN")
 _STATES = {
@@ -48,6 +50,7 @@ def report(run: WatchedRun, price: float | None = None) -> dict[str, Any]:
         problems.append(f"its cost isn't known: {error}")
     sections = [
         _evaluations(view.evaluations),
+        *_video(view),
         *_plan(view, problems),
         *_histograms(view.steps),
         {"title": "Kernels", "sentences": kernel_sentences(view.steps), "bars": _kernel_bars(view.steps)},
@@ -105,7 +108,9 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> Section:
         if record.samples:
             pass_text = ", ".join(format_pass_at(record.pass_at))
             rate_text = score(record.solve_rate, record.standard_error)
-            score_cells = rate_text, pass_text, f"{record.reward_mean:.3f}", f"{record.length_mean:.1f}"
+            has_episodes, mean = bool(record.return_interval), record.reward_mean
+            reward_text = mean_text(mean, record.return_interval) if has_episodes else f"{mean:.3f}"
+            score_cells = rate_text, pass_text, reward_text, f"{record.length_mean:.1f}"
         failed_text = f"{record.failed:,}" + (f": {record.failure_cause}" if record.failure_cause else "")
         count_cells = versions, f"{record.tasks:,}", f"{record.samples:,}"
         rows.append([record.phase, record.split, *count_cells, *score_cells, failed_text, duration(record.duration_s)])
@@ -114,6 +119,16 @@ def _evaluations(records: Sequence[EvaluationRecord]) -> Section:
         for name, text in format_kernel_shares(record.kernels).items():
             rows.append(["", name, "", "", "", text, *[""] * 5])
     return {"title": "Evaluations", **_table(_EVALUATION_HEADINGS, rows, 2)}
+
+
+def _video(view: RunView) -> list[Section]:
+    """Return a section with the newest video of an evaluation's episode, if it is small enough for a page."""
+    path = max((view.path / "videos").glob("*.gif"), default=None)
+    if path is None or not is_inside(path, view.path) or path.stat().st_size > _MAX_VIDEO_BYTES:
+        return []
+    sentences = [f"Its first one ({path.name}); videos/ has those before."]
+    picture = "data:image/gif;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
+    return [{"title": "An episode of the last evaluation", "sentences": sentences, "picture": picture}]
 
 
 def _plan(view: RunView, problems: list[str]) -> list[Section]:

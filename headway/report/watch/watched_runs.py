@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headway.config.schema import Experiment
+from headway.config.simulation import AnyExperiment, SimulatorExperiment
 from headway.records.errors import ConfigurationError
 from headway.records.ledger import EvaluationRecord, EventRecord, LedgerLine, StepRecord
 from headway.report.doctor import costs_of
@@ -81,12 +81,14 @@ class RunTail:
         self.stalls: dict[str, tuple[int, EventRecord]] = {}  # worker -> its stall, while it lasts
         self.alerts: dict[str, tuple[int, EventRecord]] = {}  # rule -> its alert, while it holds
 
-    def _experiment(self) -> Experiment | None:
+    def _experiment(self) -> AnyExperiment | None:
         directory = RunDirectory(self.path)
         try:
             if directory.config.exists() and not is_inside(directory.config, self.path):
                 raise ConfigurationError(f"{directory.config} lies outside the run's folder")
-            return with_saved_placement(directory.read_experiment(), directory)
+            experiment = directory.read_any_experiment()
+            is_simulated = isinstance(experiment, SimulatorExperiment)
+            return experiment if is_simulated else with_saved_placement(experiment, directory)
         except (ConfigurationError, OSError, ValueError, RecursionError) as error:
             self._configuration_problem = f"cost and time left aren't known: {error}"
             return None

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from headway.records.errors import ConfigurationError, InfrastructureError
 from headway.rollout.environment import Answer, Environment, Episode
 from headway.rollout.environments.actions import Reading, actions_of, find_action
+from headway.rollout.environments.simulator_pool import GameSimulator, SimulatorPool, close_game
 from headway.rollout.parameters import require_choice
-from headway.rollout.single_thread_executor import SingleThreadExecutor
 from headway.rollout.tools import Tool, ToolError, read_object
 from headway.runtime.imports import import_extra, import_function
 
@@ -23,7 +21,6 @@ COLUMN = "gym"  # of a row, and so in a task's metadata: {"seed", "arguments", "
 Shows = Literal["auto", "observation", "render", "both"]
 Invalid = Literal["tell", "end"]
 
-_CLOSE_S = 5.0  # time for a game to close; one that hangs is abandoned
 _MARKED = re.compile(r"\x1b\[[0-9;]*4[0-7][0-9;]*m(.*?)\x1b\[0m", re.DOTALL)  # text on a coloured background
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -41,20 +38,13 @@ class ReplayMismatch(InfrastructureError):
     """Raised where a resumed game, replayed, has another state: the policy isn't to blame."""
 
 
-@dataclass
-class _Game:
-    """A running game, in a thread of its own."""
-
-    executor: SingleThreadExecutor
-    env: Any = None
-
-
 class Gym(Environment):
     """Environment of a game with ``reset(seed=)`` and ``step(action)``: every answer is an action, and the rewards of
     the steps are those of the turns.
 
     A task's metadata may select the game by ``{"gym": {"seed": 7, "arguments": {...}, "options": {...}}}``. Without a
-    seed, it is derived from the task, the same for every rollout of its group. Every game has a thread of its own.
+    seed, it is derived from the task, the same for every rollout of its group. Every game has a thread of its own. A
+    game that has ended is reset for the next rollout with its arguments (`SimulatorPool`).
     """
 
     def __init__(
@@ -80,18 +70,19 @@ class Gym(Environment):
         require_choice("environment.parameters.reads", reads, Reading)
         require_choice("environment.parameters.invalid", invalid, Invalid)
         self._make = factory_of(env)
+        self._pool = SimulatorPool(self._make)
         self._arguments = dict(arguments or {})
         self._reads: Reading = reads
         self._shows = formatter_of(shows)
         self._invalid, self._invalid_reward = invalid, invalid_reward
         self._solved_at = solved_at
         self._deterministic = deterministic
-        self._games: dict[str, _Game] = {}
+        self._games: dict[str, GameSimulator] = {}
         probe = self._make(**self._arguments)
         try:
             self._actions = actions_of(getattr(probe, "action_space", None), actions)
         finally:
-            _close(probe)
+            close_game(probe)
         self.system = self._actions.instructions(reads) if system is None else system
 
     def tools(self) -> Sequence[Tool | Callable[..., Any]]:
@@ -136,14 +127,11 @@ class Gym(Environment):
             raise ReplayMismatch("the game isn't deterministic: its actions, played again, lead elsewhere")
 
     async def close(self, episode: Episode) -> None:
-        game = self._games.pop(episode.name, None)
-        if game is None:
-            return
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await game.executor.run(_close, game.env)
-        finally:
-            game.executor.end()
+        if (game := self._games.pop(episode.name, None)) is not None:
+            self._pool.release(game)
+
+    async def stop(self) -> None:
+        await self._pool.stop()
 
     async def _act(self, written: str, episode: Episode) -> str:
         """Execute a call of the tool ``act``."""
@@ -180,15 +168,19 @@ class Gym(Environment):
     async def _start(self, episode: Episode) -> str:
         """Start the episode's game, and return the first observation as text."""
         task_settings = episode.task.metadata.get(COLUMN) or {}
-        game = self._games[episode.name] = _Game(SingleThreadExecutor(f"gym-{episode.name}"))
+        arguments = {**self._arguments, **(task_settings.get("arguments") or {})}
         options = {"options": task_settings["options"]} if task_settings.get("options") else {}
 
-        def start() -> str:
-            game.env = self._make(**{**self._arguments, **(task_settings.get("arguments") or {})})
-            observation, info = game.env.reset(seed=episode.state["seed"], **options)
-            return self._shows(observation, info, game.env)
+        def reset(env: Any) -> str:
+            observation, info = env.reset(seed=episode.state["seed"], **options)
+            return self._shows(observation, info, env)
 
-        return await game.executor.run(start)
+        while True:
+            game = self._games[episode.name] = self._pool.acquire(arguments)
+            text = await self._pool.begin(game, reset)
+            if text is not None:
+                return text
+            self._pool.release(game)
 
     async def _play(self, episode: Episode, action: Any) -> tuple[str, float, str]:
         """Take an action; returns the observation as text, the step's reward, and why the game is over, or ""."""
@@ -199,7 +191,7 @@ class Gym(Environment):
             end_reason = "terminated" if terminated else "truncated" if truncated else ""
             return self._shows(observation, info, game.env), float(reward), end_reason
 
-        return await game.executor.run(step)
+        return await game.run(step)
 
 
 def seed_of(task: Any) -> int:
@@ -261,10 +253,6 @@ def uncoloured(text: str) -> str:
 def _reward(episode: Episode, value: float) -> None:
     episode.reward(value)
     episode.state["rewards"][-1] += value
-
-
-def _close(env: Any) -> None:
-    getattr(env, "close", lambda: None)()
 
 
 def _plain(value: Any) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +17,7 @@ from headway.rollout.verification.reference_checks import ReferenceProver
 from headway.rollout.verification.scorers import ManyScorer, score_guarded
 from headway.rollout.verification.verdicts import failed_verdict
 from headway.rollout.verification.verifiers import resolve_named, resolve_verifier
+from headway.runtime.stalls.watchdog import Watchdog
 
 Piece = TypeVar("Piece")
 
@@ -80,33 +78,7 @@ def score_many(score: ManyScorer, timeout_s: float, task: Task, responses: Seque
     """Score several responses concurrently; the watchdog's limit is ``timeout_s`` for each response that one thread
     scores in sequence. Each verify_s is an equal share of the total time."""
     started_s = time.monotonic()
-    with Watchdog(timeout_s * -(-len(responses) // score.concurrency)) as watchdog:
-        watchdog.restart()
+    with Watchdog(timeout_s * -(-len(responses) // score.concurrency)):
         verdicts = score.score_all(task, responses)
     share_s = (time.monotonic() - started_s) / max(1, len(verdicts))
     return [msgspec.structs.replace(verdict, verify_s=share_s) for verdict in verdicts]
-
-
-class Watchdog:
-    """Ends the process (exit code 1, traceback on stderr) when one piece of work in its block takes too long.
-
-    ``restart`` begins a piece. Arming costs a thread, much more than scoring a short answer. Hence the watchdog is
-    armed for 1.1 x ``timeout_s`` and rearmed only by a piece that begins more than 0.1 x ``timeout_s`` later: every
-    piece has between 1.0 and 1.1 x ``timeout_s``.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._armed_s = -math.inf
-
-    def __enter__(self) -> Watchdog:
-        return self
-
-    def restart(self) -> None:
-        now = time.monotonic()
-        if now - self._armed_s > 0.1 * self._timeout_s:
-            faulthandler.dump_traceback_later(1.1 * self._timeout_s, exit=True, file=sys.__stderr__ or 2)
-            self._armed_s = now
-
-    def __exit__(self, *_: object) -> None:
-        faulthandler.cancel_dump_traceback_later()

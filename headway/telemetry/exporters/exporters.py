@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headway.config.schema import Experiment
+from headway.config.simulation import AnyExperiment, SimulatorExperiment
 from headway.records.errors import ConfigurationError, HeadwayError, Interrupted
 from headway.records.ledger import EventRecord, LedgerLine, StepRecord
 from headway.records.trace import QueueSnapshot
@@ -55,7 +56,7 @@ Rows = list[dict[str, object]]
 class ExporterContext:
     """The argument that an exporter is constructed with: the experiment, the run's folder, name and id."""
 
-    experiment: Experiment
+    experiment: Any  # an `AnyExperiment`
     folder: Path  # the run's
     run_name: str
     run_id: str | None  # of the tracker's run to resume, as the exporter gave it before; None: a new run
@@ -247,14 +248,16 @@ def _export(exporter: Exporter, line: LedgerLine, sources: tuple[str, ...]) -> N
 # --- start -----------------------------------------------------------------------------------------------
 
 
-def exporter_names(experiment: Experiment) -> list[str]:
+def exporter_names(experiment: AnyExperiment) -> list[str]:
     """Names of the exporters that ``experiment`` configures; `/metrics` is first, because it fails fastest."""
+    if isinstance(experiment, SimulatorExperiment):
+        return [*([PROMETHEUS] if experiment.ledger.prometheus else []), *experiment.ledger.trackers]
     callbacks = [LOGGING] if experiment.hooks.logging != "none" else []
     alerts = [*([COMMAND] if experiment.alerts.command else []), *([WEBHOOK] if experiment.alerts.webhook_env else [])]
     return [*([PROMETHEUS] if experiment.ledger.prometheus else []), *callbacks, *alerts, *experiment.ledger.trackers]
 
 
-def missing_packages(experiment: Experiment) -> Iterator[str]:
+def missing_packages(experiment: AnyExperiment) -> Iterator[str]:
     """Yield an error text for every exporter whose package isn't installed."""
     for name in exporter_names(experiment):
         _, package, install_name = EXPORTERS[name]
@@ -263,7 +266,7 @@ def missing_packages(experiment: Experiment) -> Iterator[str]:
             yield f"{key}: {name!r} needs the package {package}: pip install '{install_name}'"
 
 
-def start_exports(experiment: Experiment, directory: RunDirectory, ledger: Ledger, *, resume: bool) -> Exports:
+def start_exports(experiment: AnyExperiment, directory: RunDirectory, ledger: Ledger, *, resume: bool) -> Exports:
     """Start the exporters that ``experiment`` configures and subscribe them to ``ledger``. A resumed run continues in
     the trackers' runs that ``RUN/trackers.json`` names.
 
@@ -287,7 +290,8 @@ def start_exports(experiment: Experiment, directory: RunDirectory, ledger: Ledge
                 exporter.finish("failed")
         raise
     every_steps = experiment.ledger.table_every_steps
-    exports = Exports(exporter_by_name, ledger, table_every_steps=every_steps, sources=_source_labels(experiment))
+    sources = _source_labels(experiment) if isinstance(experiment, Experiment) else ()
+    exports = Exports(exporter_by_name, ledger, table_every_steps=every_steps, sources=sources)
     ledger.subscribe(exports.on_line)
     return exports
 
@@ -298,7 +302,7 @@ def _source_labels(experiment: Experiment) -> Iterator[str]:
         yield from (source.display_name for source in sources or ())
 
 
-def _start(name: str, experiment: Experiment, folder: Path, run_id: str | None) -> Exporter:
+def _start(name: str, experiment: AnyExperiment, folder: Path, run_id: str | None) -> Exporter:
     module_name, _, class_name = EXPORTERS[name][0].partition(":")
     run_name = experiment.ledger.name or folder.resolve().name
     context = ExporterContext(experiment=experiment, folder=folder, run_name=run_name, run_id=run_id)

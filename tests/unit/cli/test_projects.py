@@ -18,7 +18,8 @@ from headway.cli.projects import PROJECTS, TEMPLATES
 from headway.cli.recipe import Recipe
 
 ROOT = Path(__file__).parents[3]
-PARTS = {"Makefile", "README.md", "experiment.toml", "make_tasks.py"}
+PARTS = {"Makefile", "README.md", "experiment.toml"}
+WITH_TASKS = [name for name in PROJECTS if name != "simulator"]
 
 
 @pytest.fixture
@@ -51,7 +52,8 @@ def test_project_is_the_template_under_its_name(template: str, here: Path, capsy
     assert {file.name.replace("myproject", "demo") for file in (TEMPLATES / template).iterdir() if file.is_file()} == {
         *files(here / "demo")
     }
-    assert PARTS | {"test_demo.py"} <= {*files(here / "demo")}
+    tasks = {"make_tasks.py"} if template in WITH_TASKS else set()
+    assert PARTS | {"test_demo.py"} | tasks <= {*files(here / "demo")}
     texts = {file.name: file.read_text(encoding="utf-8") for file in (here / "demo").iterdir()}
     assert [name for name, text in texts.items() if "myproject" in text] == []
     assert texts["README.md"].startswith("# demo\n")
@@ -68,7 +70,7 @@ def test_every_template_is_offered() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", ["math", "agent", "tools", "gym"])
+@pytest.mark.parametrize("template", ["math", "agent", "tools", "gym", "simulator"])
 def test_project_s_own_tests_pass(template: str, here: Path) -> None:
     assert cli.main(["new", "demo", "--template", template]) == 0
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -93,7 +95,7 @@ def test_makefile_finds_this_interpreter(here: Path, monkeypatch: pytest.MonkeyP
     assert "PYTHON ?= python\n" in (here / "activated/Makefile").read_text()
 
 
-@pytest.mark.parametrize("template", PROJECTS)
+@pytest.mark.parametrize("template", WITH_TASKS)
 def test_what_the_tasks_changed_is_made_again(template: str, here: Path) -> None:
     assert cli.main(["new", "demo", "--template", template]) == 0
     made = ["demo/tasks", "demo/runs/init", "demo/runs/sft"]
@@ -112,7 +114,7 @@ def test_what_the_tasks_changed_is_made_again(template: str, here: Path) -> None
     assert steps() == ["init-model", "headway.cli.main sft"]
 
 
-@pytest.mark.parametrize("template", PROJECTS)
+@pytest.mark.parametrize("template", WITH_TASKS)
 def test_a_run_that_began_on_other_tasks_is_refused_before_the_cold_start(template: str, here: Path) -> None:
     assert cli.main(["new", "demo", "--template", template]) == 0
     (here / "demo/tasks").mkdir()
@@ -146,8 +148,8 @@ def test_another_python_is_told_so(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["demo", "--template", "tool"], "did you mean tools? valid: math, agent, tools, kernel, gym"),
-        (["demo", "--template", "quickstart"], "valid: math, agent, tools, kernel, gym"),
+        (["demo", "--template", "tool"], "did you mean tools? valid: math, agent, tools, kernel, gym, simulator"),
+        (["demo", "--template", "quickstart"], "valid: math, agent, tools, kernel, gym, simulator"),
         (["my-demo"], "'my-demo' is no Python identifier, and the project's module is called so; try my_demo"),
         (["2048"], "try my_2048"),
         (["class"], "try my_class"),

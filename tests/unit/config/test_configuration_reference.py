@@ -56,7 +56,7 @@ def test_every_key_of_every_section_is_explained():
 
 def test_every_row_has_a_meaning_and_a_default():
     rows = list(ROW.finditer(reference()))
-    assert len(rows) == len(re.findall(r"^\| `", reference(), re.M)) <= 325
+    assert len(rows) == len(re.findall(r"^\| `", reference(), re.M)) <= 357
     empty = [row["key"] for row in rows if not (re.search(r"[a-z]{3}", row["meaning"]) and row["default"].strip())]
     assert empty == []
 
@@ -112,7 +112,9 @@ def test_keys_that_messages_name_exist():
         for section in re.findall(r"`\[([\w.]+)\]`", part.splitlines()[0]):
             keys |= {f"{section}.{row['key']}" for row in ROW.finditer(part)}
     prefixes = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
-    tables = tuple(f"{key}." for key in keys if key.endswith(("parameters", "settings", "engine_arguments")))
+    tables = tuple(
+        f"{key}." for key in keys if key.endswith(("parameters", "settings", "arguments", "engine_arguments"))
+    )
     sections = "|".join(sorted({key.partition(".")[0] for key in keys}))
     named = re.compile(rf"(?<![\w/.])(?:{sections})(?:\.[a-z_]+)+(?![\w(/])(?!\.\w)")
     gone = [

@@ -134,8 +134,9 @@ BUDGETS = {  # feature -> lines
     "A trainer whose ranks divide the model, its tokens and its experts; files and versions by rows": 2_400,
     "Objectives as streams: teachers, demonstrations, answers of tools, a rule for each source": 2_400,
     "Critics, passes over a batch, entropy, averages of weights, Muon": 1_200,
+    "Policies in simulators, mends of workflows, a pool of games": 2_300,
 }
-MOST_LINES = 79_316 + sum(BUDGETS.values())
+MOST_LINES = 78_910 + sum(BUDGETS.values())
 
 
 def test_planted_faults_find_their_places():

@@ -145,8 +145,9 @@ def test_a_step_is_recorded_whole_and_without_the_subjects_that_its_run_lacks():
     for step in simulate(experiment).steps:
         line = msgspec.json.decode(msgspec.json.encode(step))
         assert fields - line.keys() <= {"rewards", "lengths", "router", "judges", "agents", "sandboxes", "kernels",
-                                        "curriculum", "weights", "demonstrations", "teaching"}  # fmt: skip
-        absent = {"weights", "judges", "agents", "sandboxes", "kernels", "curriculum", "pruning", "nodes"}
+                                        "curriculum", "weights", "demonstrations", "teaching",
+                                        "episodes"}  # fmt: skip
+        absent = {"weights", "judges", "agents", "sandboxes", "kernels", "curriculum", "pruning", "nodes", "episodes"}
         assert not line.keys() & absent
         assert ("rewards" in line, "lengths" in line) == (step.flow.finished_groups > 0,) * 2
 

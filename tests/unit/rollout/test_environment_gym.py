@@ -17,6 +17,7 @@ from headway.rollout.environments.gym import seed_of, tasks, uncoloured
 WORDS = ["crane", "slate", "pious"]
 LIVE: set[int] = set()
 RUNS = itertools.count()
+CONSTRUCTED: list[Any] = []
 
 
 class Discrete:
@@ -54,6 +55,22 @@ class Guess:
 
     def close(self) -> None:
         LIVE.discard(id(self))
+
+
+class Diary:
+    """Shows the day; ``leaks``: its reset doesn't begin at day 0."""
+
+    def __init__(self, leaks: bool = False, random: bool = False) -> None:
+        self.leaks, self.random, self.day = leaks, random, 0
+        CONSTRUCTED.append(self)
+
+    def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.day = self.day if self.leaks else 0
+        return f"day {self.day} of {seed}" + (f", run {next(RUNS)}" if self.random else ""), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.day += 1
+        return f"day {self.day}", 1.0, action == "end", False, {}
 
 
 class Door:
@@ -253,6 +270,7 @@ def test_a_parked_game_is_played_again_in_another_process() -> None:
         assert await player.answer("slats") == "SLAT- 1 left"
         assert len(player.messages[""]) == 6
         await other.end(player.name)
+        await other.shut_down()
 
     LIVE.clear()
     played(main)
@@ -345,3 +363,80 @@ def test_rollouts_of_a_task_have_the_same_game() -> None:
 
 def test_a_place_marked_by_colour_stays_marked() -> None:
     assert uncoloured("\n\x1b[41mS\x1b[0mFFF\nF\x1b[35mH\x1b[0mFH\n") == "[S]FFF\nFHFH"
+
+
+def diaries(count: int, at_once: int, **arguments: Any) -> tuple[list[str], int]:
+    """What ``count`` rollouts saw first, two of each seed, ``at_once`` beside each other; how many games were built."""
+
+    async def main() -> list[str]:
+        parameters = {"env": "test_environment_gym:Diary", "arguments": arguments}
+        episodes, seen = service(name="gym", parameters=parameters, timeout_s=5), list[str]()
+        CONSTRUCTED.clear()
+        for first in range(0, count, at_once):
+            numbers = range(first, first + at_once)
+            players = [Player(episodes, task(number // 2), f"7-{number}") for number in numbers]
+            seen += [(await player.begin()).removeprefix("Play.\n\n") for player in players]
+            for player in players:
+                await player.answer("work")
+                await player.answer("end")
+                await episodes.end(player.name)
+        await episodes.shut_down()
+        return seen
+
+    return played(main), len(CONSTRUCTED)
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_simulators_are_built_once_for_the_games_that_run_at_once(at_once: int) -> None:
+    seen, constructed = diaries(32, at_once)
+    assert seen == [f"day 0 of {number // 2}" for number in range(32)]
+    assert constructed <= at_once + 1  # another may be built once, to compare a used game with
+
+
+def test_simulators_whose_reset_keeps_the_game_before_are_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
+    seen, constructed = diaries(16, 2, leaks=True)
+    assert seen == [f"day 0 of {number // 2}" for number in range(16)]
+    assert constructed >= 16
+    [message] = [record.getMessage() for record in caplog.records if "used game" in record.getMessage()]
+    assert '"leaks": true' in message
+
+
+def test_games_that_begin_by_chance_are_used_again(caplog: pytest.LogCaptureFixture) -> None:
+    _, constructed = diaries(16, 2, random=True)
+    assert constructed <= 4
+    assert not [record for record in caplog.records if "used game" in record.getMessage()]
+
+
+def test_no_more_simulators_are_kept_than_have_run_at_once() -> None:
+    async def main() -> int:
+        episodes = guess()
+        LIVE.clear()
+        for tries in range(1, 9):
+            player = Player(episodes, task(arguments={"tries": tries}), f"7-{tries}")
+            await player.begin()
+            await episodes.end(player.name)
+        await asyncio.sleep(0.1)
+        kept = len(LIVE)
+        await episodes.shut_down()
+        assert not LIVE
+        return kept
+
+    assert played(main) == 1
+
+
+def test_a_game_that_broke_or_hangs_is_not_used_again() -> None:
+    async def main() -> set[int]:
+        episodes = service(name="gym", parameters={"env": "test_environment_gym:Guess"}, timeout_s=1)
+        used: set[int] = set()
+        for number, fault in enumerate(("breaks", "hangs")):
+            for again in range(2):
+                player = Player(episodes, task(arguments={fault: True}), f"7-{2 * number + again}")
+                await player.begin()
+                [game] = episodes._environment._games.values()
+                used.add(id(game.env))
+                await player.answer("crane")
+                await episodes.end(player.name)
+                game.env.release.set()
+        return used
+
+    assert len(played(main)) == 4

@@ -13,6 +13,7 @@ import xxhash
 
 from headway.runtime.stalls import stacks
 from headway.runtime.stalls.stacks import short_path
+from headway.runtime.stalls.watchdog import timeout_stack
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,3 +72,22 @@ def test_the_package_is_found_wherever_it_lies(place: str, tmp_path: Path):
     installed = place == "site-packages"
     assert users == ("<library>/mine/coins.py" if installed else "mine/coins.py")
     assert raised == ("" if installed else "coins.py:2 in reply")
+
+
+def test_a_watchdogs_traceback_is_that_of_the_methods():
+    threads = {
+        "links": '  File "/lib/selectors.py", line 468 in select\n  File "/lib/threading.py", line 9 in run\n',
+        "methods": (
+            '  File "/user/simulator.py", line 7 in step\n  File "/headway/flow/host.py", line 9 in serve_methods\n'
+            '  File "/lib/threading.py", line 1002 in _bootstrap\n'
+        ),
+        "main": '  File "/lib/threading.py", line 320 in wait\n',
+    }
+    dump = "\n".join(f"Thread 0x00007f (most recent call first):\n{frames}" for frames in threads.values())
+    log = f"Timeout (of a library)\nTimeout (0:01:06)!\n{dump}"
+    assert timeout_stack(log).splitlines()[:2] == ["Timeout (0:01:06)!", '  File "/user/simulator.py", line 7 in step']
+    assert "select" not in timeout_stack(log)
+    assert "wait" not in timeout_stack(log)
+    in_main = log.replace("serve_methods", "other")
+    assert timeout_stack(in_main) == 'Timeout (0:01:06)!\n  File "/lib/threading.py", line 320 in wait'
+    assert timeout_stack(f"Timeout (of a library)\nFatal Python error: Segmentation fault\n\n{dump}") == ""

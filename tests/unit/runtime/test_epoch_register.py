@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from headway.buffer import epoch as epochs
-from headway.buffer.epoch import EpochRegister, epoch_renewal, take_epoch
 from headway.buffer.store import GroupBuffer
-from headway.control.epoch import successor
 from headway.records.errors import ConfigurationError, EpochLost, RunLocked
 from headway.records.rollout import FinishedGroup, Group, Rollout
 from headway.records.task import Task
 from headway.runtime.clock import Clock, run_virtual
+from headway.runtime.epochs import register as epochs
+from headway.runtime.epochs.lease import successor
+from headway.runtime.epochs.register import EpochRegister, epoch_renewal, take_epoch
 
 ORPHAN_S = 60.0
 

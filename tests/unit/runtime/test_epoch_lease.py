@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.control import epoch as protocol
-from headway.control.epoch import DRIFT, EpochClaim, EpochLease, EpochRecord, successor
+from headway.runtime.epochs import lease as protocol
+from headway.runtime.epochs.lease import DRIFT, EpochClaim, EpochLease, EpochRecord, successor
 
 ORPHAN_S = 10.0
 

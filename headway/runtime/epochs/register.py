@@ -11,17 +11,19 @@ import contextlib
 import os
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from headway.control.epoch import EpochClaim, EpochLease, EpochRecord, successor
 from headway.records.errors import ConfigurationError, EpochLost, RunLocked
 from headway.runtime.clock import Clock
+from headway.runtime.epochs.lease import EpochClaim, EpochLease, EpochRecord, successor
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _READ_ATTEMPTS = 20  # of a folder in which the register is missing because it is being renamed
@@ -157,13 +159,13 @@ async def take_epoch(
     clock: Clock,
     *,
     take_over: bool = False,
-    report: Callable[[str], object] = lambda text: None,
+    report: Callable[[str], object] = partial(print, file=sys.stderr),
 ) -> HeldEpoch:
     """Take the next epoch of the run in folder ``run``, whose lock this process holds.
 
     It is taken at once when the former holder released it or was a process of this machine (this process holds the
     lock, so that one has ended), else when the former holder has not renewed it for its ``orphan_s``. ``take_over``:
-    the user states that the former holder has ended. ``report`` receives the reason for a wait.
+    the user states that the former holder has ended. ``report`` receives the reason for a wait, by default stderr.
 
     Raises RunLocked when the epoch is held, ConfigurationError when this folder is a copy, which doesn't show whether
     the epoch is held."""

@@ -1,0 +1,1 @@
+"""Policies that act in vectorised simulators: `headway train` of an experiment with ``[simulator]``."""

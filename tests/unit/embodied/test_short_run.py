@@ -1,0 +1,33 @@
+"""A whole run of three steps, in real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from embodied_runs import digest, walk_experiment
+
+from headway.embodied.driver import train
+
+
+@pytest.mark.real
+def test_three_steps_leave_a_whole_folder(tmp_path: Path):
+    run = tmp_path / "run"
+    summary = train(walk_experiment(run, run={"steps": 3}))
+    assert (summary.finished, summary.steps, summary.accounting_balanced) == (True, 3, True)
+    assert (summary.endings, summary.environment_steps) == ({"trained": 6}, 3 * 8 * 24)
+    assert digest(run, 3)
+    assert json.loads((run / "summary.json").read_text())["environment_steps"] == 576
+    names = {path.name for path in run.iterdir()}
+    assert names >= {
+        "config.json",
+        "ledger.jsonl",
+        "checkpoints",
+        "epoch",
+        "logs",
+        "lock",
+        "summary.json",
+        "trace.jsonl",
+    }
+    assert not (run / "workers").exists()
