@@ -18,14 +18,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from parts.trained_run import ARITHMETIC, CONFIG, headway
+from parts.trained_run import ARITHMETIC, headway
 
+CONFIG = ARITHMETIC / "experiment.toml"
 PEAK = 5e-3  # the quickstart's learning rate
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3)
@@ -51,19 +53,25 @@ class Sft:
             subprocess.run(make_tasks, check=True)
         if not init.exists():
             headway("init-model", str(init), "--texts", str(tasks / "sft.jsonl"), "--seed", str(seed))
+        # the quickstart's, with an end by epochs, which holds demonstrations out
+        config = re.sub(r"(?m)^(steps = 1800|evaluate_every_steps|stop_at_solve_rate = 0.42).*\n", "", CONFIG.read_text())
+        (self._folder / "experiment.toml").write_text(config, encoding="utf-8")
 
     def loss(self, optimizer: str, rate: float, share: float = 1.0) -> float:
         """The held-out loss after ``share`` of the epochs."""
         name = f"{optimizer}-{rate:g}-{self._epochs * share:g}"
         output, report = self._folder / name, self._folder / f"{name}.json"
         if not report.exists():
-            # the quickstart's table, with an end by epochs, which holds demonstrations out
-            table = f'{{data = "{self._folder}/tasks/sft.jsonl", output = "{output}", epochs = {self._epochs * share}, '
-            table += f"batch_sequences = 48, learning_rate = {rate}, warmup_steps = 50}}"
-            options = [f"--model.path={self._folder}/init", f"--trainer.optimizer={optimizer}", f"--sft={table}"]
-            command = [sys.executable, "-m", "headway.cli.main", "sft", CONFIG, "--json", "--quiet"]
+            data, epochs = self._folder / "tasks" / "sft.jsonl", self._epochs * share
+            sft = {"data": data, "output": output, "epochs": epochs, "learning_rate": rate}
+            options = [f"--model.path={self._folder}/init", f"--trainer.optimizer={optimizer}"]
+            options += [f"--sft.{key}={value}" for key, value in sft.items()]
+            config = str(self._folder / "experiment.toml")
+            command = [sys.executable, "-m", "headway.cli.main", "sft", config, "--json", "--quiet"]
             arguments = [*options, f"--run.seed={self._seed}"]
             finished = subprocess.run([*command, *arguments], check=False, stdout=subprocess.PIPE, text=True)
+            if finished.returncode == 2:
+                raise SystemExit(2)
             report.write_text(finished.stdout if finished.returncode == 0 else "{}", encoding="utf-8")
         loss = json.loads(report.read_text(encoding="utf-8")).get("held_out_loss", FAILED)
         print(f"seed {self._seed}: {optimizer} at {rate:g}, {share:g} of the steps: {loss:.5f}", flush=True)
