@@ -54,7 +54,8 @@ class Sft:
         if not init.exists():
             headway("init-model", str(init), "--texts", str(tasks / "sft.jsonl"), "--seed", str(seed))
         # the quickstart's, with an end by epochs, which holds demonstrations out
-        config = re.sub(r"(?m)^(steps = 1800|evaluate_every_steps|stop_at_solve_rate = 0.42).*\n", "", CONFIG.read_text())
+        ends = r"(?m)^(steps = 1800|evaluate_every_steps|stop_at_solve_rate = 0.42).*\n"
+        config = re.sub(ends, "", CONFIG.read_text(encoding="utf-8"))
         (self._folder / "experiment.toml").write_text(config, encoding="utf-8")
 
     def loss(self, optimizer: str, rate: float, share: float = 1.0) -> float:
@@ -65,6 +66,7 @@ class Sft:
             data, epochs = self._folder / "tasks" / "sft.jsonl", self._epochs * share
             sft = {"data": data, "output": output, "epochs": epochs, "learning_rate": rate}
             options = [f"--model.path={self._folder}/init", f"--trainer.optimizer={optimizer}"]
+            options += ["--run.time_limit_s=100000"]
             options += [f"--sft.{key}={value}" for key, value in sft.items()]
             config = str(self._folder / "experiment.toml")
             command = [sys.executable, "-m", "headway.cli.main", "sft", config, "--json", "--quiet"]

@@ -24,6 +24,7 @@ from headway.records.generation import EngineLoad, RouterStatistics
 from headway.records.ledger import (
     AgentStatistics,
     Distribution,
+    EpisodeStatistics,
     EventRecord,
     JudgeStatistics,
     LedgerLine,
@@ -269,14 +270,16 @@ def test_every_field_of_a_step_and_of_its_sections_has_a_name() -> None:
     sections = {
         "engines": EngineLoad, "tokens": TokenStatistics, "lengths": LengthStatistics, "rewards": RewardStatistics,
         "length_bias": LengthBiasStatistics, "judges": JudgeStatistics, "agents": AgentStatistics,
-        "weights": WeightsStatistics, "teaching": TeacherStatistics,
+        "weights": WeightsStatistics, "teaching": TeacherStatistics, "episodes": EpisodeStatistics,
     }  # fmt: skip
     other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness",
              "environment_staleness", "optimizer_step_staleness", "endings", "failures", "filtered", "group_meta",
              "demonstrations", "curriculum", "peak_flops_per_s", "metrics", "pruning", "flow", "router", "nodes",
              "sandboxes", "kernels",
              "tokens.staleness", "tokens.ended", "rewards.solve_rate_histogram", "rewards.pass_at",
-             "rewards.by_source", "lengths.histogram", "length_bias.cut_share", "weights.transport"}  # fmt: skip
+             "rewards.by_source", "lengths.histogram", "length_bias.cut_share", "weights.transport",
+             "episodes.return_interval", "episodes.success_interval", "episodes.transitions", "episodes.rebuilt",
+             "episodes.admitted"}  # fmt: skip
     fields = {name for name in StepRecord.__struct_fields__ if name not in sections}
     fields |= {f"{name}.{field}" for name, section in sections.items() for field in section.__struct_fields__}
     named = {field for field, _ in STEP_METRICS.values()}
