@@ -284,7 +284,8 @@ def test_every_field_of_a_step_and_of_its_sections_has_a_name() -> None:
     fields |= {f"{name}.{field}" for name, section in sections.items() for field in section.__struct_fields__}
     named = {field for field, _ in STEP_METRICS.values()}
     assert named | other == fields, "give a new field of StepRecord or of a section a name in STEP_METRICS"
-    whole = changed(step_record(3), **{name: section() for name, section in sections.items()})
+    ended = EpisodeStatistics(return_mean=1.0, success_rate=0.5, length_mean=3.0)
+    whole = changed(step_record(3), **{name: section() for name, section in sections.items()} | {"episodes": ended})
     assert STEP_METRICS.keys() <= scalars(whole).keys()
 
 
