@@ -85,7 +85,7 @@ class Rounds:
             groups_per_step=self.blocks,
             budget=self._budget,
         )
-        return min(fragments // self.blocks, last - completed - len(self.under_way))
+        return max(0, min(fragments // self.blocks, last - completed - len(self.under_way)))
 
     def begin(self, version: int, channel: Any, call: Any) -> None:
         """Add the next round."""
