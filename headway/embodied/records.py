@@ -33,7 +33,7 @@ def mismatch(array: Array, row: Array) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """Arrays of one shape, between bounds that may be infinite. Pictures are uint8, [height, width, channels]."""
+    """Arrays of one shape, between bounds, maybe infinite. Pictures: uint8, channels last, or first if the fewest."""
 
     low: Array  # of the space's shape and dtype
     high: Array
