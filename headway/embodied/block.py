@@ -56,7 +56,7 @@ class _Rows:
 
 
 class LaneBlock:
-    """Lanes of a simulator and their episodes, which go on from one fragment to the next.
+    """Lanes of a simulator and their episodes, which continue from one fragment to the next.
 
     Lifecycle: built, with a simulator that wasn't reset -> ``collect`` any number of times, the first of which resets
     the lanes. After an error it must be rebuilt: with ``life`` + 1, so that its lanes get other seeds, and the number
