@@ -95,7 +95,7 @@ def placed_experiment(experiment: Experiment, settings: Mapping[str, str]) -> Ex
 def validate_experiment(raw: dict[str, Any], origin: str) -> Experiment:
     """Validate a raw mapping; ``origin`` names it in errors. Raises ConfigurationError, also for a policy's."""
     if "simulator" in raw:
-        raise ConfigurationError(f"{origin}: [simulator] is of a policy's training; valid here: a language model's")
+        raise ConfigurationError(f"{origin}: [simulator] trains no language model; valid here: one that does")
     return validate(raw, origin, Experiment)
 
 

@@ -56,7 +56,7 @@ class _Rows:
 
 
 class LaneBlock:
-    """Lanes of a simulator and their episodes, which go on from one fragment to the next.
+    """Lanes of a simulator and their episodes, which continue from one fragment to the next.
 
     Lifecycle: built, with a simulator that wasn't reset -> ``collect`` any number of times, the first of which resets
     the lanes. After an error it must be rebuilt: with ``life`` + 1, so that its lanes get other seeds, and the number
@@ -113,8 +113,8 @@ class LaneBlock:
         self._simulator.close()
 
     def _noise(self) -> Array:
-        bits = np.random.Philox(key=[self._seed % 2**64, self.number], counter=[0, 0, 0, self.fragments])
-        generator = np.random.Generator(bits)
+        key = np.array([self._seed % 2**64, self.number], np.uint64)  # a list would become floats
+        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, self.fragments]))
         shape = (self._steps, self._simulator.lanes)
         if isinstance(self._spaces.actions, Box):
             return generator.standard_normal((*shape, *self._spaces.actions.shape), dtype=np.float32)

@@ -16,7 +16,7 @@ from headway.embodied.records import Box, Discrete
 from headway.records.errors import ConfigurationError
 
 _HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
-# A squashed sample is kept this near to 0: float32 then tells tanh of it from 1, and finds the sample again.
+# A squashed sample is kept this near to 0: float32 then has a tanh of it below 1, from which the sample follows.
 _LIMIT = 6.0
 
 

@@ -211,10 +211,10 @@ class Training:
             self._ledger.event(ledger.EVENT_END, f"{reason}, at version {self.version}", step=self.version)
 
     def _plan_rounds(self) -> None:
-        """Decide how many rounds begin with the next step: those that the budget allows, none when the run ends."""
+        """Decide how many rounds begin with the next step: none at the run's end, by time only after a first step."""
         run_config = self._experiment.run
         limit_s = math.inf if run_config.time_limit_s is None else run_config.time_limit_s
-        is_ending = self._stopped.is_set() or self._clock.now() - self._began_s >= limit_s
+        is_ending = self._stopped.is_set() or (self.has_begun and self._clock.now() - self._began_s >= limit_s)
         self._planned = 0 if is_ending else self._rounds.admissible(self.version, run_config.steps)
 
     async def _begin_round(self, flow: Flow) -> None:

@@ -14,6 +14,8 @@ from headway.embodied.policies import LanePolicy
 from headway.embodied.records import Array, EpisodeEnd, LaneSimulator
 from headway.embodied.simulators.opening import open_simulator
 from headway.records.errors import ConfigurationError
+from headway.runtime.hooks import error_text
+from headway.runtime.imports import import_extra
 from headway.runtime.stalls.watchdog import Watchdog
 
 MAX_STEPS = 20_000  # of an episode; a longer one is counted as failed
@@ -93,7 +95,7 @@ class _Frames:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
-        self._pictures: list[Array] = []
+        self._pictures: list[Any] = []  # of PIL
         self._problem = ""
 
     def add(self, simulator: LaneSimulator) -> None:
@@ -102,21 +104,18 @@ class _Frames:
             return
         try:
             picture = simulator.render()
-        except ConfigurationError as error:
-            self._problem = str(error)
-        else:
             scale = -(-max(picture.shape[:2]) // _MAX_PIXELS)
-            self._pictures.append(np.ascontiguousarray(picture[::scale, ::scale]))
+            small_picture = np.ascontiguousarray(picture[::scale, ::scale])
+            image_module = import_extra("PIL.Image", "simulators", "evaluation.video = true")
+            self._pictures.append(image_module.fromarray(small_picture))
+        except Exception as error:  # the boundary to a simulator's code
+            self._problem = str(error) if isinstance(error, ConfigurationError) else f"no picture: {error_text(error)}"
 
     def save(self, steps: int) -> str:
         """Write the GIF of the first ``steps`` steps; returns why there is none, or ""."""
         if self._problem:
             return self._problem
-        try:
-            from PIL import Image
-        except ImportError:
-            return "videos need the package pillow: pip install 'headway[simulators]'"
         self._path.parent.mkdir(exist_ok=True)
-        first, *others = [Image.fromarray(picture) for picture in self._pictures[:steps]]
+        first, *others = self._pictures[:steps]
         first.save(self._path, save_all=True, append_images=others, duration=_FRAME_MS, loop=0)
         return ""

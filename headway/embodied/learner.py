@@ -130,7 +130,7 @@ class FragmentLearner:
         return arrays | self._statistics.state() | {"version": np.array(self.version)}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
-        """Go on from a `state`. Raises RuntimeError for that of another policy."""
+        """Restore a `state`. Raises RuntimeError for that of another policy."""
         tensors = {f"optimiser.{name}": tensor for name, tensor in self._moments.items()}
         for name, tensor in {"parameters": self._parameters_p, **tensors}.items():
             tensor.copy_(torch.from_numpy(arrays[name].copy()))
@@ -143,7 +143,7 @@ class FragmentLearner:
         (folder / "unfinished").rename(folder / _FILE)
 
     def read(self, folder: Path) -> None:
-        """Go on from what ``write`` wrote. Raises CheckpointCorrupt for a file that is missing, damaged or of another
+        """Restore what ``write`` wrote. Raises CheckpointCorrupt for a file that is missing, damaged or of another
         policy."""
         file = folder / _FILE
         try:

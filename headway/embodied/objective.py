@@ -118,8 +118,8 @@ def minibatch_loss(
     slopes_m = errors_m = values_m - terms.targets_n
     squares_m = errors_m * errors_m
     if algorithm.value_clip is not None:
-        moves_m = (values_m - terms.start_values_n).clip(-algorithm.value_clip, algorithm.value_clip)
-        near_squares_m = (terms.start_values_n + moves_m - terms.targets_n) ** 2
+        bounds_m = terms.start_values_n - algorithm.value_clip, terms.start_values_n + algorithm.value_clip
+        near_squares_m = (values_m.clip(*bounds_m) - terms.targets_n) ** 2
         slopes_m = np.where(near_squares_m <= squares_m, errors_m, 0.0)
         squares_m = np.maximum(squares_m, near_squares_m)
     return MinibatchLoss(

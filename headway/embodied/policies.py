@@ -45,7 +45,8 @@ class ActorCritic:
         self._convolutions = ()
         shapes, width = dict[str, tuple[int, ...]](), math.prod(spaces.observations.shape)
         if self.reads_pictures:
-            *sides, channels = spaces.observations.shape
+            self._channels = 1 if spaces.observations.shape[0] < min(spaces.observations.shape[1:]) else 3  # dimension
+            *sides, channels = np.moveaxis(spaces.observations.low, self._channels - 1, -1).shape
             self._convolutions = _NATURE if min(sides) >= _NATURE_SIDE else _SMALL
             for layer, (filters, side, stride, padding) in enumerate(self._convolutions):
                 shapes |= {f"filters{layer}": (filters, channels, side, side), f"filters{layer}_bias": (filters,)}
@@ -71,7 +72,7 @@ class ActorCritic:
 
     def forward(self, parameters: Mapping[str, Any], observations_n: Any) -> tuple[Any, Any]:
         """Return what the actor puts out for the distribution [n, outputs], and values [n]. ``observations_n``: [n, w]
-        of the parameters' type, normalised, or pictures [n, height, width, channels] of bytes."""
+        of the parameters' type, normalised, or pictures of bytes, as `Box` has them."""
         features = self._features(parameters, observations_n) if self.reads_pictures else observations_n
         for layer in self._layers:
             weights, biases = parameters[f"hidden{layer}"], parameters[f"hidden{layer}_bias"]
@@ -86,7 +87,7 @@ class ActorCritic:
 
     def _features(self, parameters: Mapping[str, Any], pictures_n: Any) -> Any:
         functional = self._library.nn.functional
-        x = pictures_n.permute(0, 3, 1, 2).to(parameters["features"].dtype) / 255.0
+        x = pictures_n.movedim(self._channels, 1).to(parameters["features"].dtype) / 255.0
         for layer, (_, _, stride, padding) in enumerate(self._convolutions):
             weights, bias = parameters[f"filters{layer}"], parameters[f"filters{layer}_bias"]
             x = functional.conv2d(x, weights, bias, stride=stride, padding=padding).relu()

@@ -33,7 +33,7 @@ def mismatch(array: Array, row: Array) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """Arrays of one shape, between bounds that may be infinite. Pictures are uint8, [height, width, channels]."""
+    """Arrays of one shape, between bounds, maybe infinite. Pictures: uint8, channels last, or first if the fewest."""
 
     low: Array  # of the space's shape and dtype
     high: Array
@@ -86,7 +86,7 @@ class LaneSteps(NamedTuple):
     truncated_b: NDArray[np.bool_]  # it was cut; a lane that is both counts as terminated
     counted_b: NDArray[np.bool_]  # false: the step only reset the lane, its action was ignored: no transition
     final_observations: dict[int, Array]  # lane -> last observation of the episode that this step ended
-    successes: dict[int, bool]  # lane -> success of the episode that this step ended, where the simulator tells it
+    successes: dict[int, bool]  # lane -> success of the episode that this step ended, where the simulator reports it
 
 
 class LaneSimulator(Protocol):
@@ -123,7 +123,7 @@ class EpisodeEnd(msgspec.Struct, frozen=True, kw_only=True):
     lane: int  # of the block
     reward: float  # its return: the sum of its rewards
     steps: int
-    success: bool | None = None  # None: the simulator doesn't tell
+    success: bool | None = None  # None: the simulator doesn't report it
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,7 +148,7 @@ class Fragment:
     final_observations_n: Array  # [n, ...] there, the last observations of the cut episodes
     episodes: tuple[EpisodeEnd, ...] = ()
     constructions: int = 0  # simulator objects of the block so far, those of its former lives included
-    life: int = 0  # how often the block was built anew after its worker died
+    life: int = 0  # how often the block was built again after its worker died
     seconds: float = 0.0  # in which it was collected
     worker_bytes: int = 0  # resident memory of the process that collected it
 

@@ -26,7 +26,7 @@ class FragmentCounts(msgspec.Struct, frozen=True, kw_only=True):
     lives: tuple[int, ...]  # of each block: how often it was built again
 
     def resumed(self, admitted: int) -> FragmentCounts:
-        """The counts with which a run of ``admitted`` fragments, by its ledger, goes on from this checkpoint: all that
+        """The counts with which a run of ``admitted`` fragments, by its ledger, resumes from this checkpoint: all that
         have not ended in its steps have failed, because observations aren't kept; every block is built again."""
         admitted = max(admitted, self.admitted)
         lost_count = admitted - sum(count for *_, count in self.ended)
@@ -85,7 +85,7 @@ class Rounds:
             groups_per_step=self.blocks,
             budget=self._budget,
         )
-        return min(fragments // self.blocks, last - completed - len(self.under_way))
+        return max(0, min(fragments // self.blocks, last - completed - len(self.under_way)))
 
     def begin(self, version: int, channel: Any, call: Any) -> None:
         """Add the next round."""

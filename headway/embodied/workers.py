@@ -65,7 +65,7 @@ class Simulate(Worker):
         self._policy.load(weights)
         async for block_number in blocks:
             block = self._blocks[block_number // self.world_size]
-            block.fragments = number  # a successor goes on with those of the dead worker
+            block.fragments = number  # a successor continues those of the dead worker
             async with self.turn():
                 fragment = block.collect(weights.version)
             await fragments.put(fragment)
@@ -91,7 +91,7 @@ class Learn(Worker):
     stateless = True
 
     def __init__(self, experiment: SimulatorExperiment, spaces: Spaces, states: str, checkpoint: str) -> None:
-        """``checkpoint``: folder to go on from; "": none."""
+        """``checkpoint``: folder to resume from; "": none."""
         from headway.embodied.learner import FragmentLearner
 
         self._learner = FragmentLearner(experiment, spaces, self.device)
@@ -141,7 +141,7 @@ class Learn(Worker):
         self._learner.write(Path(folder))
 
     def _take_up(self, version: int) -> None:
-        """Go on from the state of this version, unless it is the present one."""
+        """Restore the state of this version, unless it is the present one."""
         if self._learner.version != version:
             self._learner.read(self._states / str(version))
 

@@ -92,8 +92,17 @@ def test_video_is_a_small_gif_and_its_lack_has_a_reason(tmp_path: Path, monkeypa
     def blind(walk: Walk) -> Array:
         raise ConfigurationError("no display")
 
-    monkeypatch.setattr(Walk, "render", blind)
-    assert Evaluator(experiment, 0, 1).run(Towards(), str(tmp_path / "y.gif"), Watchdog(60.0))[1] == "no display"
+    def absent(walk: Walk) -> Array:
+        raise NotImplementedError("in black")
+
+    for render, problem in (
+        (blind, "no display"),
+        (absent, "no picture: NotImplementedError: in black"),
+        (lambda walk: np.zeros((8, 8, 3)), "no picture: TypeError: Cannot handle this data type"),
+    ):
+        monkeypatch.setattr(Walk, "render", render)
+        reason = Evaluator(experiment, 0, 1).run(Towards(), str(tmp_path / "y.gif"), Watchdog(60.0))[1]
+        assert reason.startswith(problem)
     assert not (tmp_path / "y.gif").exists()
 
 

@@ -148,6 +148,13 @@ def test_derivatives_of_the_loss_are_those_of_finite_differences(value_clip):
     assert (value_clip is None) == (loss.by_values_m != 0).all()
 
 
+def test_values_within_the_clip_keep_their_gradient_in_float32():
+    starts, values, targets = 0.1 * np.random.default_rng(0).uniform(-1, 1, (3, 2000)).astype(np.float32)
+    zeros = np.zeros_like(starts)
+    terms = LossTerms(zeros, zeros + 1, zeros, targets, starts)
+    assert minibatch_loss(zeros, values, terms, algorithm(value_clip=0.2)).by_values_m.all()
+
+
 def test_ratio_beyond_all_bounds_has_no_gradient():
     logprobs, values, terms = chance_terms()
     worse = int(terms.advantages_n.argmin())

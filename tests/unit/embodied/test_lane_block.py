@@ -55,6 +55,7 @@ def test_noise_follows_from_seed_block_and_fragment_alone():
     assert not np.array_equal(first, second)
     np.testing.assert_array_equal(actions(life=1, fragments=1)[0], second)
     assert not np.array_equal(actions(seed=2)[0], first)
+    assert not np.array_equal(actions(seed=-1)[0], actions(seed=-2)[0])
     assert not np.array_equal(actions(number=4)[0], first)
     generator = np.random.Generator(np.random.Philox(key=[1, 3], counter=[0, 0, 0, 1]))
     np.testing.assert_array_equal(second, generator.standard_normal((4, 2, 1), dtype=np.float32))

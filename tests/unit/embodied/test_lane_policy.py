@@ -107,6 +107,20 @@ def test_convolutions_fit_pictures_of_any_size(side):
     assert values.shape == (2,)
 
 
+def test_pictures_may_have_their_channels_first():
+    stack = Box(np.zeros((4, 84, 90), np.uint8), np.full((4, 84, 90), 255, np.uint8))
+    lasts = Box(stack.low.transpose(1, 2, 0), stack.high.transpose(1, 2, 0))
+    first, last = (
+        ActorCritic(Spaces(box, CONTINUOUS.actions), experiment().policy, torch, torch.as_tensor)
+        for box in (stack, lasts)
+    )
+    assert first.shapes == last.shapes
+    parameters = first.views(0.05 * torch.randn(sum(int(np.prod(shape)) for shape in first.shapes.values())))
+    pictures = torch.randint(0, 256, (2, 4, 84, 90), dtype=torch.uint8)
+    values = first.forward(parameters, pictures)[1], last.forward(parameters, pictures.permute(0, 2, 3, 1))[1]
+    torch.testing.assert_close(*values)
+
+
 def test_actions_of_several_dimensions_keep_their_shape():
     actions = Box(np.full((2, 3), -1.0, np.float32), np.full((2, 3), 1.0, np.float32))
     spaces = Spaces(CONTINUOUS.observations, actions)

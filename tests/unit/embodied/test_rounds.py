@@ -36,6 +36,10 @@ def test_rounds_stay_within_the_budget_and_none_is_left(blocks: int, budget: int
     assert rounds.open_fragments == rounds.accounting.open_rollouts == 0
 
 
+def test_no_round_begins_behind_the_last_step():
+    assert Rounds(2, 1, FragmentCounts(lives=())).admissible(10, 5) == 0  # a resume with fewer run.steps
+
+
 def test_too_many_rounds_at_one_version_break_the_budget():
     rounds = Rounds(2, 1, FragmentCounts(lives=()))
     begin(rounds, 0, 3)

@@ -31,3 +31,9 @@ def test_three_steps_leave_a_whole_folder(tmp_path: Path):
         "trace.jsonl",
     }
     assert not (run / "workers").exists()
+
+
+@pytest.mark.real
+def test_time_limit_that_the_start_takes_leaves_a_step(tmp_path: Path):
+    summary = train(walk_experiment(tmp_path / "run", run={"time_limit_s": 0.01}))
+    assert (summary.ended, summary.accounting_balanced) == ("the time limit, at version 1", True)
