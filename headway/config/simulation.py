@@ -29,7 +29,7 @@ class SimulatorConfig(Section):
     # Tune: lower it until there are as many blocks as simulator.devices; larger blocks are faster
     block_lanes: Positive = 8  # lanes of a block, the unit that workers share: it changes the result, devices don't
     # Tune: lower it for more updates from the same samples; a fragment should hold a good part of an episode
-    steps_per_fragment: Positive = 128  # steps of each lane between two updates
+    steps_per_fragment: Annotated[int, Field(ge=2)] = 128  # steps of each lane between two updates; a reset is one
     step_timeout_s: Seconds = 60.0  # a step of a block that takes longer ends its worker, which is started again
     devices: Devices = ("cpu:0",)  # a worker for each; the policy acts there too
 
