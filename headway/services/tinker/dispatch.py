@@ -1,0 +1,380 @@
+"""Runs committed requests: a model's in order, each once, on a trainer that may die; samples beside them; sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from headway.records.errors import HeadwayError, InfrastructureError, StorageFailed, WorkerDied
+from headway.records.tenants.protocols import (
+    AdapterNotLoaded,
+    BaseDescription,
+    TenantRefused,
+    TenantSampler,
+    TenantsUnavailable,
+    TenantTrainer,
+)
+from headway.runtime.clock import Clock
+from headway.services.tinker.log import LoggedModel, LoggedRequest, LoggedSampler, TinkerLog
+from headway.services.tinker.operations import Operations, RequestAnswer
+from headway.services.tinker.ordering import ModelOrder, RequestAdmission, SequenceGap
+from headway.services.tinker.requests import SampleBody, parsed, sample_request
+from headway.services.tinker.wire import encoded_sample
+
+_log = logging.getLogger("headway.tinker")
+_RETRY_S = 0.5  # between attempts while a worker restarts
+_ATTEMPTS = 3  # of a request in whose course the worker died
+_SWEEP_S = 1.0
+_OPEN_REQUESTS = 4096  # of a model or a sampler, without a reply; more are refused
+
+
+class TinkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the service: the keys of ``[tinker]`` that order and wire read."""
+
+    session_timeout_s: float = 300.0  # without a heartbeat, a session is dead
+    max_rank: int = 64
+    stable_reinforce: Literal["refuse", "importance_sampling", "ppo"] = "refuse"
+
+    @property
+    def substitutes(self) -> Mapping[str, str]:
+        """Return the losses that others stand for."""
+        return {} if self.stable_reinforce == "refuse" else {"stable_reinforce": self.stable_reinforce}
+
+
+class TooManyRequests(HeadwayError):
+    """A model or sampler has too many requests without a reply."""
+
+
+class _LiveModel:
+    """A model with open requests, or whose state is in the trainer."""
+
+    def __init__(self, model: LoggedModel, order: ModelOrder) -> None:
+        self.session = model.session
+        self.order = order
+        self.restored = False
+
+
+class TinkerDispatch:
+    """Runs the log's open requests until they have replies.
+
+    Lifecycle of a request: *committed* (`submit`) -> *running* in its turn -> *replied* (committed with its effects) ->
+    *fetched* -> *released*. Invariant: between two durable states of a model the trainer has computed exactly the
+    forward_backwards that the log lists, in order; after any failure the state is restored and they are repeated.
+    Models take turns, request by request.
+    """
+
+    def __init__(
+        self,
+        log: TinkerLog,
+        trainer: TenantTrainer,
+        sampler: TenantSampler,
+        base: BaseDescription,
+        settings: TinkerSettings,
+        clock: Clock,
+        wall: Callable[[], float],
+    ) -> None:
+        """``clock``: monotonic, for waits and sessions; ``wall``: for stamps that people read, and retention."""
+        self.counts: Counter[str] = Counter()
+        self._log = log
+        self._trainer = trainer
+        self._sampler = sampler
+        self._base = base
+        self._settings = settings
+        self._clock = clock
+        self._wall = wall
+        self.operations = Operations(log, trainer, sampler, base, settings.max_rank, settings.substitutes, wall)
+        self._models: dict[str, _LiveModel] = {}
+        self._ready: dict[str, None] = {}  # models whose turn has come, first in first out
+        self._work = asyncio.Event()
+        self._replied: dict[tuple[str, int], asyncio.Event] = {}  # of requests that somebody waits for
+        self._attempts: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
+        self._alive: dict[str, float] = {}  # session -> when it last gave a sign
+        self._registered: set[str] = set()
+        self._samples: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._group: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Run until cancelled: first what the log has open, then what is submitted. Raises StorageFailed and
+        BufferCorrupt for a log that can't be read."""
+        now_s = self._clock.now()
+        for session in self._log.all("sessions", "finished IS NULL"):
+            self._alive[session.id] = now_s
+        async with asyncio.TaskGroup() as self._group:
+            for request in self._log.all("requests", "replied_s IS NULL"):
+                self._enqueue(request)
+            self._group.create_task(self._train())
+            self._group.create_task(self._sweep())
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: LoggedRequest, session: str, model: LoggedModel | None = None) -> RequestAdmission:
+        """Commit a request of a session, and a new ``model`` with its first; run it if it is new. Raises
+        TooManyRequests, StorageFailed: nothing is committed then."""
+        live = self._models.get(request.scope)
+        open_count = len(live.order) if live else sum(scope == request.scope for scope, _ in self._samples)
+        turn = live.order.next_sequence if live else -1  # the one that others wait for is never refused
+        if open_count >= _OPEN_REQUESTS and request.sequence > turn:
+            raise TooManyRequests(f"{request.scope} has {open_count} requests without a reply: valid: {_OPEN_REQUESTS}")
+        admission = self._log.submit(request, self.operations.arrival(request, model))
+        self.counts[admission.value] += 1
+        if admission is RequestAdmission.NEW:
+            self.keep_alive(session)
+            self._enqueue(request)
+        return admission
+
+    async def reply(self, scope: str, sequence: int, wait_s: float) -> LoggedRequest | None:
+        """Return a request once it has its reply, or as it is after ``wait_s``; None: it is unknown or released."""
+        request = self._log.request(scope, sequence)
+        if request is None or request.replied_s is not None:
+            return request
+        event = self._replied.setdefault((scope, sequence), asyncio.Event())
+        timer = asyncio.ensure_future(self._clock.sleep(wait_s))
+        waiter = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait({timer, waiter}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+            waiter.cancel()
+        return self._log.request(scope, sequence)
+
+    def gap(self, model_id: str) -> SequenceGap | None:
+        """Return the sequence that a model's requests wait for, with its age."""
+        live = self._models.get(model_id)
+        return live and live.order.gap(self._clock.now())
+
+    def gaps(self) -> dict[str, SequenceGap]:
+        """Return the gaps of all models."""
+        return {model_id: gap for model_id in self._models if (gap := self.gap(model_id)) is not None}
+
+    def note_fetched(self, request: LoggedRequest) -> None:
+        """Note that a client has the reply."""
+        if request.fetched_s is None and not request.released:
+            self._log.note_fetched(request.scope, request.sequence, self._wall())
+
+    async def cancel(self, request: LoggedRequest) -> None:
+        """End an open sample request with an error."""
+        if request.replied_s is None:
+            if (task := self._samples.get((request.scope, request.sequence))) is not None:
+                task.cancel()
+            await self._conclude(request, RequestAnswer.failure("the client cancelled the request", "user"))
+            await self._quietly(self._sampler.cancel(f"{request.scope}:{request.sequence}"))
+
+    def _enqueue(self, request: LoggedRequest) -> None:
+        if self._group is None:
+            return  # `run` begins with all that the log has open
+        if request.kind == "asample":
+            key = (request.scope, request.sequence)
+            self._samples[key] = task = self._group.create_task(self._sample(request))
+            task.add_done_callback(lambda _: self._samples.pop(key, None))
+            return
+        live = self._live(request.scope)
+        live.order.add(request.sequence, self._clock.now())
+        self._note_ready(request.scope, live)
+
+    def _live(self, model_id: str) -> _LiveModel:
+        if model_id not in self._models:
+            order = ModelOrder(self._log.released_below(model_id, 0))
+            for sequence in self._log.replied(model_id):
+                order.resolve(sequence)
+            self._models[model_id] = _LiveModel(self._log.get("models", model_id), order)
+        return self._models[model_id]
+
+    def _note_ready(self, model_id: str, live: _LiveModel) -> None:
+        if live.order.ready() is not None:
+            self._ready.setdefault(model_id)
+            self._work.set()
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    async def _train(self) -> None:
+        """Consumes the models' requests, in turn; waits for the trainer; is unblocked by `submit`."""
+        while True:
+            if not self._ready:
+                self._work.clear()
+                await self._work.wait()
+            model_id = next(iter(self._ready))
+            del self._ready[model_id]
+            live = self._live(model_id)
+            if (sequence := live.order.ready()) is not None:
+                await self._run_next(model_id, live, sequence)
+                self._note_ready(model_id, live)
+                if live.session not in self._alive:
+                    await self._free_model(model_id, live)
+
+    async def _run_next(self, model_id: str, live: _LiveModel, sequence: int) -> None:
+        """Run the request whose turn it is, or fail it; after a failure of the trainer it keeps its turn."""
+        request = self._log.request(model_id, sequence)
+        if request is None or request.replied_s is not None:
+            live.order.resolve(sequence)
+            return
+        try:
+            if not live.restored:
+                await self._restore(model_id, live)
+                if live.order.ready() != sequence:
+                    return
+            answer = self._exhausted(request, _ATTEMPTS) or await self.operations.train(request)
+        except TenantRefused as error:
+            answer = RequestAnswer.failure(str(error), "user")
+        except StorageFailed as error:
+            answer = RequestAnswer.failure(str(error), "server")
+        except Exception as error:  # the boundary of a tenant's request: others go on
+            answer = await self._after_failure(request, live, error)
+            if answer is None:
+                return
+        await self._conclude(request, answer)
+        live.order.resolve(sequence)
+
+    async def _after_failure(self, request: LoggedRequest, live: _LiveModel, error: Exception) -> RequestAnswer | None:
+        """Have the state restored before the next call, which comes at once if the adapter was merely evicted; returns
+        the failure of a request whose state can't be restored."""
+        self.counts["trainer_failures"] += 1
+        evicted = isinstance(error, AdapterNotLoaded) and live.restored
+        live.restored = False
+        if isinstance(error, (InfrastructureError, WorkerDied)):
+            for model in self._models.values():
+                model.restored = False
+        self._note_attempt(request, error)
+        if (answer := self._exhausted(request, 2 * _ATTEMPTS)) is None and not evicted:
+            await self._clock.sleep(_RETRY_S)
+        return answer
+
+    def _note_attempt(self, request: LoggedRequest, error: Exception) -> None:
+        if not isinstance(error, (AdapterNotLoaded, TenantsUnavailable)):
+            _log.warning("%s %s:%d: %s", request.kind, request.scope, request.sequence, error, exc_info=error)
+            self._attempts[request.scope, request.sequence].append(f"{type(error).__name__}: {error}")
+
+    def _exhausted(self, request: LoggedRequest, limit: int) -> RequestAnswer | None:
+        """Return the failure of a request in whose course the worker failed too often. A model's state has been
+        restored without it by then, so it wasn't applied."""
+        causes = self._attempts.get((request.scope, request.sequence), [])
+        if len(causes) < limit:
+            return None
+        return RequestAnswer.failure(f"the worker failed in each of {len(causes)} attempts: {causes[-1]}", "server")
+
+    async def _restore(self, model_id: str, live: _LiveModel) -> None:
+        """Load a model's durable state, answer the request that made it if that has no reply, and repeat the
+        forward_backwards since. Raises StorageFailed if the state is missing."""
+        state = await self._trainer.restore(model_id)
+        logged: LoggedModel = self._log.get("models", model_id)
+        if state is None and logged.applied >= 0:
+            raise StorageFailed(f"the state of {model_id} after request {logged.applied} is missing from the store")
+        if state is not None:
+            made_by = self._log.request(model_id, state.sequence)
+            if made_by is not None and made_by.replied_s is None:
+                await self._conclude(made_by, self.operations.durable_answer(made_by, state.adapter, state.metrics))
+                live.order.resolve(state.sequence)
+            condition = "scope = ? AND sequence > ? AND kind = 'forward_backward' AND failed = 0 AND replied_s NOT NULL"
+            key = (model_id, state.sequence)
+            for request in self._log.all("requests", f"{condition} AND body NOT NULL ORDER BY sequence", key):
+                await self.operations.train(request)
+                self.counts["repeated_passes"] += 1
+        live.restored = True
+
+    async def _conclude(self, request: LoggedRequest, answer: RequestAnswer) -> None:
+        """Commit the reply, however long the disk is full, and wake those that wait for it."""
+        replied = msgspec.structs.replace(
+            request,
+            reply=answer.reply,
+            protobuf=int(answer.protobuf),
+            failed=int(answer.failed),
+            replied_s=self._wall(),
+        )
+        while True:
+            try:
+                self._log.reply(replied, answer.effects, keeps_body=answer.keeps_body, applied=answer.applied)
+                break
+            except StorageFailed:
+                self.counts["storage_failures"] += 1
+                await self._clock.sleep(_RETRY_S)
+        key = (request.scope, request.sequence)
+        self._attempts.pop(key, None)
+        if (event := self._replied.pop(key, None)) is not None:
+            event.set()
+        if answer.registers is not None:
+            self._registered.add(answer.registers)
+
+    # --- samples ------------------------------------------------------------------------------------------------------
+
+    async def _sample(self, request: LoggedRequest) -> None:
+        """Consumes a sample request; waits for the sampler; is unblocked by its outcome, or `cancel`."""
+        answer: RequestAnswer | None = None
+        while answer is None:
+            try:
+                answer = await self._sampled(request)
+            except TenantRefused as error:
+                answer = RequestAnswer.failure(str(error), "user")
+            except Exception as error:  # the boundary of a tenant's request: others go on
+                self._registered.discard(request.scope)
+                self._note_attempt(request, error)
+                if (answer := self._exhausted(request, _ATTEMPTS)) is None:
+                    await self._clock.sleep(_RETRY_S)
+        await self._conclude(request, answer)
+
+    async def _sampled(self, request: LoggedRequest) -> RequestAnswer:
+        sampler: LoggedSampler = self._log.get("samplers", request.scope)
+        request_id = f"{request.scope}:{request.sequence}"
+        body = parsed(msgspec.json.decode(request.body or b"{}"), SampleBody)
+        seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:7])
+        stability = bool(self._settings.substitutes)
+        sample = sample_request(body, request_id, self._base, seed, stability=stability)
+        if request.scope not in self._registered:
+            await self._sampler.register(sampler.id, sampler.path, inflight=bool(sampler.inflight))
+            self._registered.add(request.scope)
+        return RequestAnswer(reply=encoded_sample(await self._sampler.sample(sample)), protobuf=True)
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def keep_alive(self, session: str) -> None:
+        """Note a sign of life of a session."""
+        self._alive[session] = self._clock.now()
+
+    async def end_session(self, session: str) -> None:
+        """End what waits behind a gap, and free the memory of the session's models and samplers, whose next requests
+        load them again."""
+        self._alive.pop(session, None)
+        for model_id, live in [entry for entry in self._models.items() if entry[1].session == session]:
+            gap = live.order.gap(self._clock.now())
+            for sequence in live.order.behind_gap():
+                request = self._log.request(model_id, sequence)
+                if gap is not None and request is not None:
+                    reason = f"the session ended while this request waited for request {gap.sequence}, which never came"
+                    await self._conclude(request, RequestAnswer.failure(reason, "user"))
+                    live.order.resolve(sequence)
+            await self._free_model(model_id, live)
+        for sampler_id in [name for name in self._registered if name.startswith(f"{session}:")]:
+            self._registered.discard(sampler_id)
+            await self._quietly(self._sampler.release(sampler_id))
+
+    async def _free_model(self, model_id: str, live: _LiveModel) -> None:
+        """Free the memory of a model without open requests."""
+        if len(live.order) == 0 and self._models.pop(model_id, None) is not None:
+            await self._quietly(self._trainer.evict(model_id))
+
+    async def _sweep(self) -> None:
+        """Consumes deadlines (of sessions, replies, checkpoints); waits for the clock."""
+        while True:
+            await self._clock.sleep(_SWEEP_S)
+            oldest_s = self._clock.now() - self._settings.session_timeout_s
+            for session in [session for session, seen_s in self._alive.items() if seen_s < oldest_s]:
+                self.counts["dead_sessions"] += 1
+                await self.end_session(session)
+            try:
+                self.counts["released"] += self._log.release_replies(self._wall())
+                expired = self._log.all("checkpoints", "expires_s <= ?", (self._wall(),))
+            except StorageFailed:
+                continue
+            for checkpoint in expired:
+                await self._quietly(self.operations.delete_checkpoint(checkpoint.path))
+
+    async def _quietly(self, call: Coroutine[Any, Any, None]) -> None:
+        """Await a call whose failure changes nothing: a worker that died holds nothing to free."""
+        try:
+            await call
+        except HeadwayError:
+            self.counts["failed_releases"] += 1

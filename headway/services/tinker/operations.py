@@ -1,0 +1,236 @@
+"""Carries out a model's request: the trainer's call, its reply, and the rows of the log that it changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from headway.records.errors import InfrastructureError, WorkerDied
+from headway.records.tenants.protocols import (
+    BaseDescription,
+    CheckpointKind,
+    TenantAdapter,
+    TenantRefused,
+    TenantSampler,
+    TenantTrainer,
+)
+from headway.services.tinker.log import (
+    Effect,
+    LoggedCheckpoint,
+    LoggedModel,
+    LoggedRequest,
+    LoggedSampler,
+    TinkerLog,
+    insertion,
+)
+from headway.services.tinker.requests import (
+    CreateModelBody,
+    LoadWeightsBody,
+    OptimStepBody,
+    SaveWeightsBody,
+    adapter_of,
+    checkpoint_path,
+    parsed,
+    require_name,
+    require_ttl,
+)
+from headway.services.tinker.wire import encoded_pass, parsed_request, training_pass
+
+KINDS: dict[str, CheckpointKind] = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
+
+
+class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A reply, and the rows that are committed with it."""
+
+    reply: bytes
+    protobuf: bool = False
+    failed: bool = False
+    effects: tuple[Effect, ...] = ()
+    keeps_body: bool = False  # a restart repeats the request
+    applied: bool = False  # the model's durable state is the request's
+    registers: str | None = None  # a sampler that is registered now
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], effects: tuple[Effect, ...] = (), *, applied: bool = False) -> RequestAnswer:
+        """Make a JSON reply."""
+        return cls(reply=msgspec.json.encode(fields), effects=effects, applied=applied)
+
+    @classmethod
+    def failure(cls, message: str, category: str) -> RequestAnswer:
+        """Make a reply that the client raises; ``category``: user or server."""
+        return cls(reply=msgspec.json.encode({"error": message, "category": category}), failed=True)
+
+
+class Operations:
+    """Carries out the requests of models. All raise what the trainer's calls raise."""
+
+    def __init__(
+        self,
+        log: TinkerLog,
+        trainer: TenantTrainer,
+        sampler: TenantSampler,
+        base: BaseDescription,
+        max_rank: int,
+        substitutes: Mapping[str, str],
+        wall: Callable[[], float],
+    ) -> None:
+        self._log = log
+        self._trainer = trainer
+        self._sampler = sampler
+        self._base = base
+        self._max_rank = max_rank
+        self._substitutes = substitutes
+        self._wall = wall
+
+    def arrival(self, request: LoggedRequest, model: LoggedModel | None) -> list[Effect]:
+        """Return the rows that a new request changes when it comes; ``model``: its new model."""
+        if model is not None:
+            return [insertion(model)]
+        return [("UPDATE models SET requested_s = ? WHERE id = ?", (self._wall(), request.scope))]
+
+    async def train(self, request: LoggedRequest) -> RequestAnswer:
+        """Carry out a model's request. Raises TenantRefused for what can't be done, by the field's name."""
+        model: LoggedModel = self._log.get("models", request.scope)
+        if request.kind == "create_model":
+            adapter = self._new_adapter(request)
+            await self._trainer.create(model.id, request.sequence, adapter)
+            return self.durable_answer(request, adapter, {})
+        if request.kind == "load_weights":
+            optimiser, checkpoint = self._source(request, model)
+            adapter = checkpoint.settings()
+            await self._trainer.load(model.id, request.sequence, checkpoint.path, adapter, optimiser=optimiser)
+            return self.durable_answer(request, adapter, {})
+        adapter = model.settings()
+        if adapter is None:
+            raise TenantRefused(f"{model.id} has no weights: its create_model or load_weights was refused")
+        if request.kind == "forward_backward":
+            message = parsed_request(request.body or b"")
+            computed = training_pass(message, self._base, self._substitutes)
+            outcome = await self._trainer.forward_backward(model.id, computed)
+            return RequestAnswer(reply=encoded_pass(outcome), protobuf=True, keeps_body=not computed.forward_only)
+        if request.kind == "optim_step":
+            settings = parsed(_fields(request), OptimStepBody).adam_params.optimiser()
+            metrics = await self._trainer.optim_step(model.id, request.sequence, settings)
+            return self.durable_answer(request, adapter, metrics)
+        return await self._save(request, model, adapter, parsed(_fields(request), SaveWeightsBody))
+
+    def durable_answer(
+        self, request: LoggedRequest, adapter: TenantAdapter, metrics: Mapping[str, float]
+    ) -> RequestAnswer:
+        """Return the answer of an optim_step, create or load that is durable; after a restart, of the state that was
+        restored."""
+        if request.kind == "optim_step":
+            return RequestAnswer.of({"metrics": dict(metrics)}, applied=True)
+        reply = {"model_id": request.scope, "type": request.kind}
+        if request.kind == "load_weights":
+            reply["path"] = _fields(request)["path"]
+        effect = "UPDATE models SET adapter = ? WHERE id = ?", (_json(adapter), request.scope)
+        return RequestAnswer.of(reply, (effect,), applied=True)
+
+    def _new_adapter(self, request: LoggedRequest) -> TenantAdapter:
+        body = parsed(_fields(request), CreateModelBody)
+        if body.base_model != self._base.name:
+            raise TenantRefused(f"base_model = {body.base_model!r}: valid: {self._base.name!r}")
+        seed = int.from_bytes(hashlib.sha256(request.scope.encode()).digest()[:7])
+        return adapter_of(body.lora_config, self._max_rank, seed)
+
+    def checkpoint(self, path: str, tenant: str) -> LoggedCheckpoint:
+        """Return a checkpoint that a tenant may read: its own, or a published one. Raises TenantRefused."""
+        checkpoint: LoggedCheckpoint | None = self._log.get("checkpoints", checkpoint_path(path)[0])
+        readable = checkpoint is not None and (checkpoint.tenant == tenant or checkpoint.public)
+        expired = checkpoint is not None and (checkpoint.expires_s or float("inf")) <= self._wall()
+        if checkpoint is None or not readable or expired:
+            raise TenantRefused(f"path = {path!r}: there is no such checkpoint, or no longer")
+        return checkpoint
+
+    def _source(self, request: LoggedRequest, model: LoggedModel) -> tuple[bool, LoggedCheckpoint]:
+        """Return whether a load_weights takes the optimiser's state too, and from which checkpoint."""
+        body = parsed(_fields(request), LoadWeightsBody)
+        if body.base_model not in (None, self._base.name):
+            raise TenantRefused(f"base_model = {body.base_model!r}: valid: {self._base.name!r}")
+        checkpoint = self.checkpoint(body.path, model.tenant)
+        kind = checkpoint_path(body.path)[1]
+        if kind == "external_weights" or (kind == "sampler_weights" and body.optimizer):
+            raise TenantRefused(f"path = {body.path!r} has no optimiser state: valid: tinker://MODEL/weights/NAME")
+        return body.optimizer, checkpoint
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    async def _save(
+        self, request: LoggedRequest, model: LoggedModel, adapter: TenantAdapter, body: SaveWeightsBody
+    ) -> RequestAnswer:
+        """Save weights; those for a sampling session have no name, and are registered before the answer."""
+        kind, number = KINDS[request.kind], body.sampling_session_seq_id
+        require_ttl(body.ttl_seconds)
+        if kind == "sampler_weights" and (body.path is None) == (number is None):
+            raise TenantRefused("save_weights_for_sampler: valid: either path or sampling_session_seq_id")
+        sampler = None
+        if kind == "sampler_weights" and number is not None:
+            path = f"{model.id}/{kind}/-{request.sequence:06d}"  # no client can name it
+            sampler = self._new_sampler(request, model, f"{model.session}:sample:{number}", path, body.kind)
+        else:
+            name = f"{request.sequence:06d}" if body.path is None else body.path
+            require_name(name, "path")
+            path = f"{model.id}/{kind}/{name}"
+            if not body.overwrite and self._log.get("checkpoints", path) is not None:
+                raise TenantRefused(f"path = {name!r}: tinker://{path} exists: valid: overwrite = true, another name")
+        size_bytes = await self._trainer.save(model.id, path, kind)
+        checkpoint = LoggedCheckpoint(
+            path=path,
+            model=model.id,
+            tenant=model.tenant,
+            created_s=self._wall(),
+            bytes=size_bytes,
+            public=0,
+            expires_s=None if body.ttl_seconds is None else self._wall() + body.ttl_seconds,
+            adapter=_json(adapter),
+            metadata=None if body.user_metadata is None else _json(body.user_metadata),
+            listed=int(sampler is None),
+        )
+        if sampler is None:
+            return RequestAnswer.of({"path": f"tinker://{path}", "type": request.kind}, (insertion(checkpoint),))
+        effects = [insertion(checkpoint), insertion(sampler)]
+        if sampler.inflight:  # those of this model sample from the newest, after a restart as well
+            text = "UPDATE samplers SET path = ?1 WHERE inflight = 1 AND substr(path, 1, length(?2)) = ?2"
+            effects.append((text, (path, f"{model.id}/")))
+        answer = RequestAnswer.of({"sampling_session_id": sampler.id, "type": request.kind}, tuple(effects))
+        try:
+            await self._sampler.register(sampler.id, path, inflight=bool(sampler.inflight))
+        except (InfrastructureError, WorkerDied):
+            return answer  # it restarts: the first sample registers it
+        return msgspec.structs.replace(answer, registers=sampler.id)
+
+    def _new_sampler(
+        self, request: LoggedRequest, model: LoggedModel, sampler_id: str, path: str, kind: str
+    ) -> LoggedSampler:
+        known: LoggedSampler | None = self._log.get("samplers", sampler_id)
+        if known is not None and known.digest != request.digest:
+            raise TenantRefused(f"sampling_session_seq_id: {sampler_id} is another request's")
+        return LoggedSampler(
+            id=sampler_id,
+            session=model.session,
+            tenant=model.tenant,
+            digest=request.digest,
+            path=path,
+            inflight=int(kind == "inflight"),
+        )
+
+    async def delete_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint: its row first, so that no one reads a part of it."""
+        self._log.commit([("DELETE FROM checkpoints WHERE path = ?", (path,))])
+        await self._trainer.delete(path)
+
+
+def _json(content: Any) -> str:
+    return msgspec.json.encode(content).decode()
+
+
+def _fields(request: LoggedRequest) -> dict[str, Any]:
+    return msgspec.json.decode(request.body or b"{}")
