@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from headway.config.endpoint import EndpointConfig
+from headway.config.tinker import TinkerConfig
 from headway.records.errors import InfrastructureError
 from headway.records.tenants.protocols import (
     AdapterNotLoaded,
@@ -36,8 +37,9 @@ from headway.records.training import OptimiserSettings
 from headway.runtime.clock import Clock
 from headway.services.tinker.app import TinkerApp
 from headway.services.tinker.catalogue import TinkerCatalogue
-from headway.services.tinker.dispatch import TinkerDispatch, TinkerSettings
+from headway.services.tinker.dispatch import TinkerDispatch
 from headway.services.tinker.log import TinkerLog
+from headway.services.tinker.tenants import TenantKeys
 
 BASE = BaseDescription(
     name="tiny", digest="b1", architecture="qwen3", tokenizer="tiny", vocabulary=100, max_context_tokens=64
@@ -192,6 +194,11 @@ class CountingSampler:
         return {"samplers": len(self.registered)}
 
 
+class EveryKey(TenantKeys):
+    def tenant_of(self, key: str, scope: str = "") -> str:
+        return key.removeprefix("tml-")
+
+
 class Service:
     """A service on a store; `kill` drops all that it has in memory."""
 
@@ -202,16 +209,18 @@ class Service:
         sampler: CountingSampler,
         clock: Clock,
         wall: Callable[[], float],
-        settings: TinkerSettings | None = None,
+        settings: TinkerConfig | None = None,
         endpoint: EndpointConfig | None = None,
+        keys: TenantKeys | None = None,
     ) -> None:
         self.log = TinkerLog(store, BASE)
-        self.dispatch = TinkerDispatch(self.log, trainer, sampler, BASE, settings or TinkerSettings(), clock, wall)
+        settings = settings or TinkerConfig(store=str(store))
+        self.dispatch = TinkerDispatch(self.log, trainer, sampler, BASE, settings, clock, wall)
         operations = self.dispatch.operations
         catalogue = TinkerCatalogue(self.log, operations, BASE, store, wall)
         endpoint = endpoint or EndpointConfig(address="127.0.0.1:0")
         self.app = TinkerApp(
-            self.log, self.dispatch, operations, catalogue, BASE, endpoint, lambda key: key.removeprefix("tml-"), wall
+            self.log, self.dispatch, operations, catalogue, BASE, endpoint, keys or EveryKey(""), wall
         )
         self._task = asyncio.ensure_future(self.dispatch.run())
 

@@ -17,11 +17,12 @@ from headway.generator.endpoint.http_app import HttpApp, decoded, unknown_url
 from headway.records.errors import StorageFailed
 from headway.records.tenants.protocols import BaseDescription, TenantRefused
 from headway.services.tinker.catalogue import TinkerCatalogue
-from headway.services.tinker.dispatch import TinkerDispatch, TooManyRequests
+from headway.services.tinker.dispatch import TinkerDispatch
 from headway.services.tinker.log import LoggedModel, LoggedRequest, LoggedSampler, LoggedSession, TinkerLog, insertion
 from headway.services.tinker.operations import Operations
 from headway.services.tinker.ordering import RequestAdmission
 from headway.services.tinker.requests import CreateSamplingSessionBody, CreateSessionBody, parsed, require_sdk
+from headway.services.tinker.tenants import TenantKeys, TinkerMetrics, TooManyRequests
 from headway.services.tinker.wire import PROTOBUF, decompressed, parsed_request
 
 _PREFIX = "/api/v1/"
@@ -35,7 +36,11 @@ _FLAGS = {  # what the SDK does only if it is told to stays off
     "custom_loss_server_side": False,
     "pjwt_auth_enabled": False,
 }
-_HEAD = "this service has no adapter on the head: train_unembed has no effect"
+_MESSAGE = (
+    "this service has no adapter on the head: train_unembed has no effect; log-probabilities are those of the whole "
+    "distribution at temperature 1, which isn't the one sampled from with another temperature, top_p or top_k"
+)
+_SAMPLING = ("asample", "create_sampling_session")
 Fields = Mapping[str, Any]
 
 
@@ -55,10 +60,11 @@ class TinkerApp(HttpApp):
         catalogue: TinkerCatalogue,
         base: BaseDescription,
         settings: EndpointConfig,
-        tenant_of: Callable[[str], str],
+        keys: TenantKeys,
         wall: Callable[[], float],
+        gauges: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """``tenant_of``: the name of a key's tenant; raises KeyRefused. ``settings``: limits of size and time."""
+        """``settings``: limits of size and time. ``gauges``: of the workers, for /metrics."""
         super().__init__(settings)
         self.telemetry: Counter[str] = Counter()  # events that clients sent, by tenant
         self._log = log
@@ -66,7 +72,8 @@ class TinkerApp(HttpApp):
         self._operations = operations
         self._catalogue = catalogue
         self._base = base
-        self._tenant_of = tenant_of
+        self._keys = keys
+        self._gauges = gauges
         self._wall = wall
         self._posts: dict[str, Callable[[str, Fields], Awaitable[Any]]] = {
             "client/config": self._client_config,
@@ -94,7 +101,7 @@ class TinkerApp(HttpApp):
     async def answer(self, exchange: HttpExchange) -> None:
         name = exchange.path.removeprefix(_PREFIX)
         if not exchange.path.startswith(_PREFIX):
-            raise unknown_url(exchange)
+            return await self._report(exchange)
         try:
             await self._answer(exchange, name)
         except TenantRefused as error:
@@ -104,13 +111,33 @@ class TinkerApp(HttpApp):
         except StorageFailed as error:
             raise HttpError(503, str(error), code="storage_failed") from None
 
+    async def _report(self, exchange: HttpExchange) -> None:
+        """Answer /tenants, of one's own account or with the scope operate of all, and /metrics."""
+        if exchange.method != "GET" or exchange.path not in ("/tenants", "/metrics"):
+            raise unknown_url(exchange)
+        accounts = self._dispatch.accounts
+        if exchange.path == "/metrics":
+            self._keys.tenant_of(exchange.key, "operate")
+            counts = self._dispatch.counts
+            text = TinkerMetrics(self.responses, counts, self._gauges(), accounts.rows()).text()
+            return await exchange.reply(200, text, kind=b"text/plain; version=0.0.4")
+        try:
+            self._keys.tenant_of(exchange.key, "operate")
+            rows = accounts.rows()
+        except HttpError:
+            rows = accounts.rows(self._keys.tenant_of(exchange.key))
+        gaps = {model: msgspec.structs.asdict(gap) for model, gap in self._dispatch.gaps().items()}
+        own = {row["tenant"] for row in rows}
+        gaps = {model: gap for model, gap in gaps.items() if self._log.get("models", model).tenant in own}
+        await exchange.reply_with({"tenants": rows, "gaps": gaps})
+
     async def _answer(self, exchange: HttpExchange, name: str) -> None:
         if name == "healthz":
             return await exchange.reply_with({"status": "ok"})
         if name.startswith("files/") and exchange.method == "GET":
             content = self._catalogue.download(name.removeprefix("files/"), exchange.query)
             return await exchange.reply(200, content, kind=b"application/octet-stream")
-        tenant = self._tenant_of(exchange.key)
+        tenant = self._keys.tenant_of(exchange.key, _scope(exchange.method, name))
         if exchange.method == "POST" and name == "forward_backward":
             return await exchange.reply_with(await self._forward_backward(tenant, exchange))
         if exchange.method == "POST" and name == "retrieve_future":
@@ -161,13 +188,15 @@ class TinkerApp(HttpApp):
 
     # --- requests with a sequence -------------------------------------------------------------------------------------
 
-    def _submit(self, request: LoggedRequest, session_id: str, model: LoggedModel | None = None) -> dict[str, Any]:
+    def _submit(
+        self, request: LoggedRequest, session_id: str, model: LoggedModel | None = None, tokens: int = 0
+    ) -> dict[str, Any]:
         """Commit a request, and return its future. Raises HttpError 409 for another request's sequence, 400 for a
         finished session."""
         session: LoggedSession = self._log.get("sessions", session_id)
         if session.finished is not None and self._log.request(request.scope, request.sequence) is None:
             raise HttpError(400, f"session {session_id} is finished: valid: a new session", code="session_finished")
-        admission = self._dispatch.submit(request, session_id, model)
+        admission = self._dispatch.submit(request, session, model, tokens)
         if admission is RequestAdmission.CONFLICTING:
             raise HttpError(
                 409,
@@ -177,9 +206,9 @@ class TinkerApp(HttpApp):
             )
         return {"request_id": f"{request.scope}:{request.sequence}"}
 
-    def _submit_to_model(self, tenant: str, request: LoggedRequest) -> dict[str, Any]:
+    def _submit_to_model(self, tenant: str, request: LoggedRequest, tokens: int = 0) -> dict[str, Any]:
         model: LoggedModel = self._catalogue.owned("models", tenant, request.scope)
-        return {**self._submit(request, model.session), "model_id": model.id}
+        return {**self._submit(request, model.session, tokens=tokens), "model_id": model.id}
 
     async def _forward_backward(self, tenant: str, exchange: HttpExchange) -> Any:
         body = await exchange.body(codings=("zstd",))
@@ -191,7 +220,8 @@ class TinkerApp(HttpApp):
         request = LoggedRequest(
             scope=message.model_id, sequence=sequence, kind="forward_backward", digest=digest, body=body
         )
-        return self._submit_to_model(tenant, request)
+        chunks = (chunk for datum in message.data for chunk in datum.model_input)
+        return self._submit_to_model(tenant, request, sum(len(chunk.encoded_text.tokens) // 4 for chunk in chunks))
 
     async def _create_model(self, tenant: str, fields: Fields) -> Any:
         return self._new_model(tenant, "create_model", fields)
@@ -221,9 +251,10 @@ class TinkerApp(HttpApp):
     async def _sample(self, tenant: str, fields: Fields) -> Any:
         sampler: LoggedSampler = self._catalogue.owned("samplers", tenant, _text(fields, "sampling_session_id"))
         sequence = _sequence(fields, "seq_id", 0)
-        future = self._submit(_request("asample", sampler.id, sequence, fields), sampler.session)
-        count = fields.get("num_samples", 1)
+        count, length = fields.get("num_samples", 1), (fields.get("sampling_params") or {}).get("max_tokens")
         valid_count = count if isinstance(count, int) and 0 < count <= 1024 else 0  # others fail with their future
+        tokens = valid_count * min(length, self._base.max_context_tokens) if isinstance(length, int) else 0
+        future = self._submit(_request("asample", sampler.id, sequence, fields), sampler.session, tokens=tokens)
         return {**future, "sample_sequence_ids": [f"{future['request_id']}/{index}" for index in range(valid_count)]}
 
     async def _retrieve(self, tenant: str, exchange: HttpExchange) -> None:
@@ -283,7 +314,7 @@ class TinkerApp(HttpApp):
         )
         self._log.commit([insertion(session)])
         self._dispatch.keep_alive(session.id)
-        return {"session_id": session.id, "type": "create_session", "warning_message": _HEAD}
+        return {"session_id": session.id, "type": "create_session", "warning_message": _MESSAGE}
 
     async def _heartbeat(self, tenant: str, fields: Fields) -> Any:
         session: LoggedSession = self._catalogue.owned("sessions", tenant, _text(fields, "session_id"))
@@ -294,7 +325,11 @@ class TinkerApp(HttpApp):
     async def _finish(self, tenant: str, session_id: str, fields: Fields) -> Any:
         session: LoggedSession = self._catalogue.owned("sessions", tenant, session_id)
         reason = msgspec.json.encode(fields).decode()
-        self._log.commit([("UPDATE sessions SET finished = coalesce(finished, ?) WHERE id = ?", (reason, session.id))])
+        snapshots = "listed = 0 AND path IN (SELECT path FROM samplers WHERE session = ?)"
+        self._log.commit([
+            ("UPDATE sessions SET finished = coalesce(finished, ?) WHERE id = ?", (reason, session.id)),
+            (f"UPDATE checkpoints SET expires_s = ? WHERE {snapshots}", (self._wall(), session.id)),
+        ])  # fmt: skip
         await self._dispatch.end_session(session.id)
         return {}
 
@@ -339,6 +374,14 @@ class TinkerApp(HttpApp):
             "sampleable": True,
         }
         return {"supported_models": [model]}
+
+
+def _scope(method: str, name: str) -> str:
+    """Return the scope that a route needs; "": any key may use it."""
+    if name in _SAMPLING:
+        return "sample"
+    trains = method != "GET" and name in ("forward_backward", "create_model", "load_weights", *_REQUESTS)
+    return "train" if trains or (method != "GET" and name.startswith("training_runs/")) else ""
 
 
 def _request(kind: str, scope: str, sequence: int, fields: Fields) -> LoggedRequest:

@@ -6,11 +6,14 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 
+from headway.config.tinker import TinkerConfig
+from headway.control.tenant_shares import DeficitRoundRobin
 from headway.records.errors import HeadwayError, InfrastructureError, StorageFailed, WorkerDied
 from headway.records.tenants.protocols import (
     AdapterNotLoaded,
@@ -21,10 +24,11 @@ from headway.records.tenants.protocols import (
     TenantTrainer,
 )
 from headway.runtime.clock import Clock
-from headway.services.tinker.log import LoggedModel, LoggedRequest, LoggedSampler, TinkerLog
-from headway.services.tinker.operations import Operations, RequestAnswer
+from headway.services.tinker.log import LoggedModel, LoggedRequest, LoggedSampler, LoggedSession, TinkerLog
+from headway.services.tinker.operations import SNAPSHOT_S, Operations, RequestAnswer
 from headway.services.tinker.ordering import ModelOrder, RequestAdmission, SequenceGap
 from headway.services.tinker.requests import SampleBody, parsed, sample_request
+from headway.services.tinker.tenants import TenantAccounts, TooManyRequests, Usage
 from headway.services.tinker.wire import encoded_sample
 
 _log = logging.getLogger("headway.tinker")
@@ -32,30 +36,15 @@ _RETRY_S = 0.5  # between attempts while a worker restarts
 _ATTEMPTS = 3  # of a request in whose course the worker died
 _SWEEP_S = 1.0
 _OPEN_REQUESTS = 4096  # of a model or a sampler, without a reply; more are refused
-
-
-class TinkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the service: the keys of ``[tinker]`` that order and wire read."""
-
-    session_timeout_s: float = 300.0  # without a heartbeat, a session is dead
-    max_rank: int = 64
-    stable_reinforce: Literal["refuse", "importance_sampling", "ppo"] = "refuse"
-
-    @property
-    def substitutes(self) -> Mapping[str, str]:
-        """Return the losses that others stand for."""
-        return {} if self.stable_reinforce == "refuse" else {"stable_reinforce": self.stable_reinforce}
-
-
-class TooManyRequests(HeadwayError):
-    """A model or sampler has too many requests without a reply."""
+_QUANTUM_TOKENS = 2048  # of a tenant's turn at the trainer or the engines
+_REQUEST_TOKENS = 64  # that a request counts at least
 
 
 class _LiveModel:
     """A model with open requests, or whose state is in the trainer."""
 
     def __init__(self, model: LoggedModel, order: ModelOrder) -> None:
-        self.session = model.session
+        self.session, self.tenant = model.session, model.tenant
         self.order = order
         self.restored = False
 
@@ -66,7 +55,7 @@ class TinkerDispatch:
     Lifecycle of a request: *committed* (`submit`) -> *running* in its turn -> *replied* (committed with its effects) ->
     *fetched* -> *released*. Invariant: between two durable states of a model the trainer has computed exactly the
     forward_backwards that the log lists, in order; after any failure the state is restored and they are repeated.
-    Models take turns, request by request.
+    Tenants take turns by tokens, at the trainer and at the engines; the models of one, request by request.
     """
 
     def __init__(
@@ -75,11 +64,13 @@ class TinkerDispatch:
         trainer: TenantTrainer,
         sampler: TenantSampler,
         base: BaseDescription,
-        settings: TinkerSettings,
+        settings: TinkerConfig,
         clock: Clock,
         wall: Callable[[], float],
+        admitted_samples: int = 128,
     ) -> None:
-        """``clock``: monotonic, for waits and sessions; ``wall``: for stamps that people read, and retention."""
+        """``clock``: monotonic, for waits and sessions; ``wall``: for stamps that people read, and retention.
+        ``admitted_samples``: at the engines at once. Raises ConfigurationError for unknown prices."""
         self.counts: Counter[str] = Counter()
         self._log = log
         self._trainer = trainer
@@ -88,9 +79,14 @@ class TinkerDispatch:
         self._settings = settings
         self._clock = clock
         self._wall = wall
-        self.operations = Operations(log, trainer, sampler, base, settings.max_rank, settings.substitutes, wall)
+        self.accounts = TenantAccounts(log, settings, clock.now)
+        self.accounts.open_models = self._open_models
+        self.operations = Operations(log, trainer, sampler, base, settings, self.accounts, wall)
         self._models: dict[str, _LiveModel] = {}
-        self._ready: dict[str, None] = {}  # models whose turn has come, first in first out
+        self._turns = DeficitRoundRobin[str](_QUANTUM_TOKENS)  # models that are ready
+        self._ready: set[str] = set()  # these
+        self._admissions = DeficitRoundRobin[tuple[int, int, asyncio.Event]](_QUANTUM_TOKENS)  # sample requests
+        self._admitted, self._admitted_limit = 0, admitted_samples
         self._work = asyncio.Event()
         self._replied: dict[tuple[str, int], asyncio.Event] = {}  # of requests that somebody waits for
         self._attempts: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
@@ -113,18 +109,27 @@ class TinkerDispatch:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: LoggedRequest, session: str, model: LoggedModel | None = None) -> RequestAdmission:
-        """Commit a request of a session, and a new ``model`` with its first; run it if it is new. Raises
-        TooManyRequests, StorageFailed: nothing is committed then."""
+    def submit(
+        self, request: LoggedRequest, session: LoggedSession, model: LoggedModel | None = None, tokens: int = 0
+    ) -> RequestAdmission:
+        """Commit a request of a session, of so many ``tokens``, and a new ``model`` with its first; run it if it is new.
+        Raises TooManyRequests, StorageFailed: nothing is committed then."""
         live = self._models.get(request.scope)
         open_count = len(live.order) if live else sum(scope == request.scope for scope, _ in self._samples)
         turn = live.order.next_sequence if live else -1  # the one that others wait for is never refused
         if open_count >= _OPEN_REQUESTS and request.sequence > turn:
             raise TooManyRequests(f"{request.scope} has {open_count} requests without a reply: valid: {_OPEN_REQUESTS}")
-        admission = self._log.submit(request, self.operations.arrival(request, model))
+        if self._log.request(*(key := (request.scope, request.sequence))) is None:
+            self.accounts.arrive(session.tenant, key, tokens, refusable=request.sequence > turn)
+        admission = None
+        try:
+            admission = self._log.submit(request, self.operations.arrival(request, model))
+        finally:
+            if admission in (None, RequestAdmission.RELEASED):
+                self.accounts.depart(session.tenant, key)
         self.counts[admission.value] += 1
         if admission is RequestAdmission.NEW:
-            self.keep_alive(session)
+            self.keep_alive(session.id)
             self._enqueue(request)
         return admission
 
@@ -162,7 +167,8 @@ class TinkerDispatch:
         if request.replied_s is None:
             if (task := self._samples.get((request.scope, request.sequence))) is not None:
                 task.cancel()
-            await self._conclude(request, RequestAnswer.failure("the client cancelled the request", "user"))
+            tenant = self._log.get("samplers", request.scope).tenant
+            await self._conclude(request, RequestAnswer.failure("the client cancelled the request", "user"), tenant)
             await self._quietly(self._sampler.cancel(f"{request.scope}:{request.sequence}"))
 
     def _enqueue(self, request: LoggedRequest) -> None:
@@ -186,8 +192,9 @@ class TinkerDispatch:
         return self._models[model_id]
 
     def _note_ready(self, model_id: str, live: _LiveModel) -> None:
-        if live.order.ready() is not None:
-            self._ready.setdefault(model_id)
+        if live.order.ready() is not None and model_id not in self._ready:
+            self._ready.add(model_id)
+            self._turns.add(live.tenant, model_id)
             self._work.set()
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -195,29 +202,33 @@ class TinkerDispatch:
     async def _train(self) -> None:
         """Consumes the models' requests, in turn; waits for the trainer; is unblocked by `submit`."""
         while True:
-            if not self._ready:
+            while (turn := self._turns.take()) is None:
                 self._work.clear()
                 await self._work.wait()
-            model_id = next(iter(self._ready))
-            del self._ready[model_id]
+            tenant, model_id = turn
+            self._ready.discard(model_id)
             live = self._live(model_id)
             if (sequence := live.order.ready()) is not None:
-                await self._run_next(model_id, live, sequence)
+                self.accounts.begin(tenant, (model_id, sequence))
+                tokens = await self._run_next(model_id, live, sequence)
+                self._turns.charge(tenant, max(tokens, _REQUEST_TOKENS))
                 self._note_ready(model_id, live)
                 if live.session not in self._alive:
                     await self._free_model(model_id, live)
 
-    async def _run_next(self, model_id: str, live: _LiveModel, sequence: int) -> None:
-        """Run the request whose turn it is, or fail it; after a failure of the trainer it keeps its turn."""
+    async def _run_next(self, model_id: str, live: _LiveModel, sequence: int) -> int:
+        """Run the request whose turn it is, or fail it; after a failure of the trainer it keeps its turn. Returns the
+        tokens that it trained on."""
         request = self._log.request(model_id, sequence)
         if request is None or request.replied_s is not None:
             live.order.resolve(sequence)
-            return
+            return 0
+        started_s = self._clock.now()
         try:
             if not live.restored:
                 await self._restore(model_id, live)
                 if live.order.ready() != sequence:
-                    return
+                    return 0
             answer = self._exhausted(request, _ATTEMPTS) or await self.operations.train(request)
         except TenantRefused as error:
             answer = RequestAnswer.failure(str(error), "user")
@@ -226,9 +237,11 @@ class TinkerDispatch:
         except Exception as error:  # the boundary of a tenant's request: others go on
             answer = await self._after_failure(request, live, error)
             if answer is None:
-                return
-        await self._conclude(request, answer)
+                return 0
+        usage = Usage(trained_tokens=answer.tokens, device_s=self._clock.now() - started_s)
+        await self._conclude(request, answer, live.tenant, usage)
         live.order.resolve(sequence)
+        return answer.tokens
 
     async def _after_failure(self, request: LoggedRequest, live: _LiveModel, error: Exception) -> RequestAnswer | None:
         """Have the state restored before the next call, which comes at once if the adapter was merely evicted; returns
@@ -262,12 +275,13 @@ class TinkerDispatch:
         forward_backwards since. Raises StorageFailed if the state is missing."""
         state = await self._trainer.restore(model_id)
         logged: LoggedModel = self._log.get("models", model_id)
-        if state is None and logged.applied >= 0:
+        if logged.applied > (-1 if state is None else state.sequence):
             raise StorageFailed(f"the state of {model_id} after request {logged.applied} is missing from the store")
         if state is not None:
             made_by = self._log.request(model_id, state.sequence)
             if made_by is not None and made_by.replied_s is None:
-                await self._conclude(made_by, self.operations.durable_answer(made_by, state.adapter, state.metrics))
+                answer = self.operations.durable_answer(made_by, state.adapter, state.metrics)
+                await self._conclude(made_by, answer, live.tenant)
                 live.order.resolve(state.sequence)
             condition = "scope = ? AND sequence > ? AND kind = 'forward_backward' AND failed = 0 AND replied_s NOT NULL"
             key = (model_id, state.sequence)
@@ -276,8 +290,11 @@ class TinkerDispatch:
                 self.counts["repeated_passes"] += 1
         live.restored = True
 
-    async def _conclude(self, request: LoggedRequest, answer: RequestAnswer) -> None:
-        """Commit the reply, however long the disk is full, and wake those that wait for it."""
+    async def _conclude(
+        self, request: LoggedRequest, answer: RequestAnswer, tenant: str, usage: Usage | None = None
+    ) -> None:
+        """Commit the reply with what it used, however long the disk is full, and wake those that wait for it."""
+        effects = answer.effects if usage is None else (*answer.effects, self.accounts.charge(tenant, usage))
         replied = msgspec.structs.replace(
             request,
             reply=answer.reply,
@@ -287,13 +304,14 @@ class TinkerDispatch:
         )
         while True:
             try:
-                self._log.reply(replied, answer.effects, keeps_body=answer.keeps_body, applied=answer.applied)
+                self._log.reply(replied, effects, keeps_body=answer.keeps_body, applied=answer.applied)
                 break
             except StorageFailed:
                 self.counts["storage_failures"] += 1
                 await self._clock.sleep(_RETRY_S)
         key = (request.scope, request.sequence)
         self._attempts.pop(key, None)
+        self.accounts.depart(tenant, key)
         if (event := self._replied.pop(key, None)) is not None:
             event.set()
         if answer.registers is not None:
@@ -302,11 +320,14 @@ class TinkerDispatch:
     # --- samples ------------------------------------------------------------------------------------------------------
 
     async def _sample(self, request: LoggedRequest) -> None:
-        """Consumes a sample request; waits for the sampler; is unblocked by its outcome, or `cancel`."""
+        """Consumes a sample request; waits for its turn at the engines and for the sampler; is unblocked by its
+        outcome, or `cancel`."""
         answer: RequestAnswer | None = None
+        sampler: LoggedSampler = self._log.get("samplers", request.scope)
+        usage = Usage()
         while answer is None:
             try:
-                answer = await self._sampled(request)
+                answer, usage = await self._sampled(request, sampler)
             except TenantRefused as error:
                 answer = RequestAnswer.failure(str(error), "user")
             except Exception as error:  # the boundary of a tenant's request: others go on
@@ -314,25 +335,64 @@ class TinkerDispatch:
                 self._note_attempt(request, error)
                 if (answer := self._exhausted(request, _ATTEMPTS)) is None:
                     await self._clock.sleep(_RETRY_S)
-        await self._conclude(request, answer)
+        await self._conclude(request, answer, sampler.tenant, usage)
 
-    async def _sampled(self, request: LoggedRequest) -> RequestAnswer:
-        sampler: LoggedSampler = self._log.get("samplers", request.scope)
+    async def _sampled(self, request: LoggedRequest, sampler: LoggedSampler) -> tuple[RequestAnswer, Usage]:
         request_id = f"{request.scope}:{request.sequence}"
         body = parsed(msgspec.json.decode(request.body or b"{}"), SampleBody)
         seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:7])
-        stability = bool(self._settings.substitutes)
-        sample = sample_request(body, request_id, self._base, seed, stability=stability)
-        if request.scope not in self._registered:
-            await self._sampler.register(sampler.id, sampler.path, inflight=bool(sampler.inflight))
-            self._registered.add(request.scope)
-        return RequestAnswer(reply=encoded_sample(await self._sampler.sample(sample)), protobuf=True)
+        sample = sample_request(body, request_id, self._base, seed, stability=bool(self._settings.substitutes))
+        prompt_tokens, most_tokens = len(sample.prompt_ids), sample.samples * sample.sampling.max_tokens
+        async with self._admission(sampler.tenant, sample.samples, prompt_tokens + most_tokens):
+            self.accounts.begin(sampler.tenant, (request.scope, request.sequence))
+            if request.scope not in self._registered:
+                newest: LoggedSampler = self._log.get("samplers", request.scope)  # an inflight one's path changes
+                await self._sampler.register(newest.id, newest.path, inflight=bool(newest.inflight))
+                self._registered.add(request.scope)
+            outcome = await self._sampler.sample(sample)
+        sampled_tokens = sum(len(response.token_ids) for response in outcome.samples)
+        self._admissions.charge(sampler.tenant, sampled_tokens - most_tokens)
+        device_s = (prompt_tokens + sampled_tokens) * self._sampler.statistics().get("device_s_per_token", 0.0)
+        usage = Usage(prefilled_tokens=prompt_tokens, sampled_tokens=sampled_tokens, device_s=device_s)
+        effects = ()
+        if sampler.path is not None:  # it was used, so its weights are kept for longer
+            text = "UPDATE checkpoints SET expires_s = max(expires_s, ?) WHERE path = ? AND listed = 0"
+            effects = ((text, (self._wall() + SNAPSHOT_S, sampler.path)),)
+        return RequestAnswer(reply=encoded_sample(outcome), protobuf=True, effects=effects), usage
+
+    @asynccontextmanager
+    async def _admission(self, tenant: str, samples: int, tokens: int) -> AsyncIterator[None]:
+        """Have so many samples at the engines inside the block, from the tenant's turn on, for at most ``tokens``."""
+        admitted = asyncio.Event()
+        self._admissions.add(tenant, (samples, tokens, admitted))
+        self._admit()
+        try:
+            await admitted.wait()
+            yield
+        finally:
+            if admitted.is_set():
+                self._admitted -= samples
+            admitted.set()  # one that is cancelled before its turn is passed over
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._admitted < self._admitted_limit and (turn := self._admissions.take()) is not None:
+            tenant, (samples, tokens, admitted) = turn
+            if not admitted.is_set():
+                self._admissions.charge(tenant, tokens)
+                self._admitted += samples
+                admitted.set()
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     def keep_alive(self, session: str) -> None:
         """Note a sign of life of a session."""
         self._alive[session] = self._clock.now()
+
+    def _open_models(self, tenant: str) -> int:
+        """Count a tenant's models in living sessions."""
+        models: list[LoggedModel] = self._log.all("models", "tenant = ? AND adapter NOT NULL", (tenant,))
+        return sum(model.session in self._alive for model in models)
 
     async def end_session(self, session: str) -> None:
         """End what waits behind a gap, and free the memory of the session's models and samplers, whose next requests
@@ -344,7 +404,7 @@ class TinkerDispatch:
                 request = self._log.request(model_id, sequence)
                 if gap is not None and request is not None:
                     reason = f"the session ended while this request waited for request {gap.sequence}, which never came"
-                    await self._conclude(request, RequestAnswer.failure(reason, "user"))
+                    await self._conclude(request, RequestAnswer.failure(reason, "user"), live.tenant)
                     live.order.resolve(sequence)
             await self._free_model(model_id, live)
         for sampler_id in [name for name in self._registered if name.startswith(f"{session}:")]:

@@ -54,6 +54,7 @@ class LoggedModel(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None  # JSON; None: its first request was refused
     metadata: str | None  # JSON
     applied: int  # sequence of the newest durable state; -1: none
+    steps: int = 0  # optim_steps that were applied
 
     def settings(self) -> TenantAdapter | None:
         """Return its adapter; None if its first request was refused."""
@@ -94,10 +95,21 @@ class LoggedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str  # JSON
     metadata: str | None  # JSON
     listed: int  # 0: a sampler's own, without a name
+    step: int = 0  # optim_steps of its model when it was saved
 
     def settings(self) -> TenantAdapter:
         """Return the adapter that was saved."""
         return msgspec.json.decode(self.adapter, type=TenantAdapter)
+
+
+class LoggedAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums of what a tenant's replied requests used."""
+
+    id: str  # the tenant
+    prefilled_tokens: int = 0
+    sampled_tokens: int = 0
+    trained_tokens: int = 0
+    device_s: float = 0.0  # of the trainer, and by tokens of the engines
 
 
 _RECORDS: dict[str, Any] = {
@@ -106,6 +118,7 @@ _RECORDS: dict[str, Any] = {
     "samplers": LoggedSampler,
     "sessions": LoggedSession,
     "checkpoints": LoggedCheckpoint,
+    "accounts": LoggedAccount,
 }
 _KEYS = {"requests": "scope, sequence", "checkpoints": "path"}
 Effect = tuple[str, tuple[Any, ...]]  # SQL and its parameters, committed with a request or its reply

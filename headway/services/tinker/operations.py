@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from headway.config.tinker import TinkerConfig
 from headway.records.errors import InfrastructureError, WorkerDied
 from headway.records.tenants.protocols import (
     BaseDescription,
@@ -37,6 +38,7 @@ from headway.services.tinker.requests import (
     require_name,
     require_ttl,
 )
+from headway.services.tinker.tenants import TenantAccounts
 from headway.services.tinker.wire import encoded_pass, parsed_request, training_pass
 
 KINDS: dict[str, CheckpointKind] = {
@@ -44,6 +46,7 @@ KINDS: dict[str, CheckpointKind] = {
     "save_weights_for_sampler": "sampler_weights",
     "save_weights_external": "external_weights",
 }
+SNAPSHOT_S = 3600.0  # a sampler's own weights, which have no name, are kept so long after their last use
 
 
 class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +59,7 @@ class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
     keeps_body: bool = False  # a restart repeats the request
     applied: bool = False  # the model's durable state is the request's
     registers: str | None = None  # a sampler that is registered now
+    tokens: int = 0  # that were trained on
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], effects: tuple[Effect, ...] = (), *, applied: bool = False) -> RequestAnswer:
@@ -77,16 +81,16 @@ class Operations:
         trainer: TenantTrainer,
         sampler: TenantSampler,
         base: BaseDescription,
-        max_rank: int,
-        substitutes: Mapping[str, str],
+        settings: TinkerConfig,
+        accounts: TenantAccounts,
         wall: Callable[[], float],
     ) -> None:
         self._log = log
         self._trainer = trainer
         self._sampler = sampler
         self._base = base
-        self._max_rank = max_rank
-        self._substitutes = substitutes
+        self._settings = settings
+        self._accounts = accounts
         self._wall = wall
 
     def arrival(self, request: LoggedRequest, model: LoggedModel | None) -> list[Effect]:
@@ -98,6 +102,8 @@ class Operations:
     async def train(self, request: LoggedRequest) -> RequestAnswer:
         """Carry out a model's request. Raises TenantRefused for what can't be done, by the field's name."""
         model: LoggedModel = self._log.get("models", request.scope)
+        if request.sequence == 0:
+            self._accounts.require_model(model.tenant)
         if request.kind == "create_model":
             adapter = self._new_adapter(request)
             await self._trainer.create(model.id, request.sequence, adapter)
@@ -112,9 +118,15 @@ class Operations:
             raise TenantRefused(f"{model.id} has no weights: its create_model or load_weights was refused")
         if request.kind == "forward_backward":
             message = parsed_request(request.body or b"")
-            computed = training_pass(message, self._base, self._substitutes)
+            computed = training_pass(message, self._base, self._settings.substitutes)
             outcome = await self._trainer.forward_backward(model.id, computed)
-            return RequestAnswer(reply=encoded_pass(outcome), protobuf=True, keeps_body=not computed.forward_only)
+            metrics = {**outcome.metrics, **self._accounts.note_lags(model.tenant, self._lags(message, model))}
+            return RequestAnswer(
+                reply=encoded_pass(msgspec.structs.replace(outcome, metrics=metrics)),
+                protobuf=True,
+                keeps_body=not computed.forward_only,
+                tokens=sum(len(datum.token_ids_n) for datum in computed.data),
+            )
         if request.kind == "optim_step":
             settings = parsed(_fields(request), OptimStepBody).adam_params.optimiser()
             metrics = await self._trainer.optim_step(model.id, request.sequence, settings)
@@ -127,7 +139,8 @@ class Operations:
         """Return the answer of an optim_step, create or load that is durable; after a restart, of the state that was
         restored."""
         if request.kind == "optim_step":
-            return RequestAnswer.of({"metrics": dict(metrics)}, applied=True)
+            counted: Effect = ("UPDATE models SET steps = steps + 1 WHERE id = ?", (request.scope,))
+            return RequestAnswer.of({"metrics": dict(metrics)}, (counted,), applied=True)
         reply = {"model_id": request.scope, "type": request.kind}
         if request.kind == "load_weights":
             reply["path"] = _fields(request)["path"]
@@ -139,7 +152,23 @@ class Operations:
         if body.base_model != self._base.name:
             raise TenantRefused(f"base_model = {body.base_model!r}: valid: {self._base.name!r}")
         seed = int.from_bytes(hashlib.sha256(request.scope.encode()).digest()[:7])
-        return adapter_of(body.lora_config, self._max_rank, seed)
+        return adapter_of(body.lora_config, self._settings.max_rank, seed)
+
+    def _lags(self, message: Any, model: LoggedModel) -> list[tuple[int, int]]:
+        """Return, for each run of tokens whose provenance the client gives, the model's steps since its sampler's weights
+        and the count of tokens."""
+        lags: list[tuple[int, int]] = []
+        steps: dict[str, int | None] = {}  # of the model, when a sampler's weights were saved; None: another's
+        spans = (span for datum in message.data for span in datum.loss_fn_input_spans or datum.model_input_spans)
+        for span in (span.sampled_tokens for span in spans if span.WhichOneof("span") == "sampled_tokens"):
+            sampler_id = span.sequence_id.rpartition(":")[0]
+            if sampler_id not in steps:
+                sampler: LoggedSampler | None = self._log.get("samplers", sampler_id)
+                saved = self._log.get("checkpoints", sampler.path) if sampler and sampler.path else None
+                steps[sampler_id] = saved.step if saved and saved.model == model.id else None
+            if (step := steps[sampler_id]) is not None:
+                lags.append((model.steps - step, max(0, span.length)))
+        return lags
 
     def checkpoint(self, path: str, tenant: str) -> LoggedCheckpoint:
         """Return a checkpoint that a tenant may read: its own, or a published one. Raises TenantRefused."""
@@ -169,6 +198,7 @@ class Operations:
         """Save weights; those for a sampling session have no name, and are registered before the answer."""
         kind, number = KINDS[request.kind], body.sampling_session_seq_id
         require_ttl(body.ttl_seconds)
+        self._accounts.require_store(model.tenant)
         if kind == "sampler_weights" and (body.path is None) == (number is None):
             raise TenantRefused("save_weights_for_sampler: valid: either path or sampling_session_seq_id")
         sampler = None
@@ -182,6 +212,7 @@ class Operations:
             if not body.overwrite and self._log.get("checkpoints", path) is not None:
                 raise TenantRefused(f"path = {name!r}: tinker://{path} exists: valid: overwrite = true, another name")
         size_bytes = await self._trainer.save(model.id, path, kind)
+        life_s = body.ttl_seconds if body.ttl_seconds is not None or sampler is None else SNAPSHOT_S
         checkpoint = LoggedCheckpoint(
             path=path,
             model=model.id,
@@ -189,17 +220,21 @@ class Operations:
             created_s=self._wall(),
             bytes=size_bytes,
             public=0,
-            expires_s=None if body.ttl_seconds is None else self._wall() + body.ttl_seconds,
+            expires_s=None if life_s is None else self._wall() + life_s,
             adapter=_json(adapter),
             metadata=None if body.user_metadata is None else _json(body.user_metadata),
             listed=int(sampler is None),
+            step=model.steps,
         )
         if sampler is None:
             return RequestAnswer.of({"path": f"tinker://{path}", "type": request.kind}, (insertion(checkpoint),))
         effects = [insertion(checkpoint), insertion(sampler)]
         if sampler.inflight:  # those of this model sample from the newest, after a restart as well
-            text = "UPDATE samplers SET path = ?1 WHERE inflight = 1 AND substr(path, 1, length(?2)) = ?2"
-            effects.append((text, (path, f"{model.id}/")))
+            of_model = "inflight = 1 AND substr(path, 1, length(?2)) = ?2"
+            former = f"path IN (SELECT path FROM samplers WHERE {of_model} AND path <> ?3)"
+            renewed = (self._wall(), f"{model.id}/", path)
+            effects.append((f"UPDATE checkpoints SET expires_s = ?1 WHERE {former}", renewed))
+            effects.append((f"UPDATE samplers SET path = ?1 WHERE {of_model}", (path, f"{model.id}/")))
         answer = RequestAnswer.of({"sampling_session_id": sampler.id, "type": request.kind}, tuple(effects))
         try:
             await self._sampler.register(sampler.id, path, inflight=bool(sampler.inflight))
