@@ -219,9 +219,7 @@ class Service:
         operations = self.dispatch.operations
         catalogue = TinkerCatalogue(self.log, operations, BASE, store, wall)
         endpoint = endpoint or EndpointConfig(address="127.0.0.1:0")
-        self.app = TinkerApp(
-            self.log, self.dispatch, operations, catalogue, BASE, endpoint, keys or EveryKey(""), wall
-        )
+        self.app = TinkerApp(self.log, self.dispatch, operations, catalogue, BASE, endpoint, keys or EveryKey(""), wall)
         self._task = asyncio.ensure_future(self.dispatch.run())
 
     async def kill(self) -> None:
@@ -247,6 +245,7 @@ async def call(
     key: str = "tml-a",
     query: str = "",
     headers: Mapping[str, str] = {},
+    prefix: str = "/api/v1/",
 ) -> tuple[int, Any]:
     body = fields if isinstance(fields, bytes) else msgspec.json.encode(fields)
     sent: list[Any] = []
@@ -266,7 +265,7 @@ async def call(
     scope = {
         "type": "http",
         "method": method,
-        "path": f"/api/v1/{path}",
+        "path": f"{prefix}{path}",
         "query_string": query.encode(),
         "headers": [(name.encode(), text.encode()) for name, text in all_headers.items()],
     }

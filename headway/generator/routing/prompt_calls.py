@@ -35,8 +35,8 @@ class PromptCalls:
         self, ids: TokenIds, top: int = 0, adapter: str = "", targets: np.ndarray | None = None
     ) -> PromptLogprobs:
         """Return the log-probabilities of ``ids`` by the newest weights, and the ``top`` likeliest tokens in each one's
-        place; with ``targets`` [L, T], also of these ids there. ``adapter``: its name; "": the run's, or none. Raises ConfigurationError for a prompt that no engine
-        can compute, and WorkerDied when all replicas are lost."""
+        place; with ``targets`` [L, T], also of these ids there. ``adapter``: its name; "": the run's, or none. Raises
+        ConfigurationError for a prompt that no engine can compute, and WorkerDied when all replicas are lost."""
         while True:
             replica = await self._acquire()
             scoring = asyncio.ensure_future(replica.prompt_logprobs(ids, top, adapter, targets))

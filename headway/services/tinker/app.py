@@ -127,8 +127,8 @@ class TinkerApp(HttpApp):
         except HttpError:
             rows = accounts.rows(self._keys.tenant_of(exchange.key))
         gaps = {model: msgspec.structs.asdict(gap) for model, gap in self._dispatch.gaps().items()}
-        own = {row["tenant"] for row in rows}
-        gaps = {model: gap for model, gap in gaps.items() if self._log.get("models", model).tenant in own}
+        tenants = {row["tenant"] for row in rows}
+        gaps = {model: gap for model, gap in gaps.items() if self._log.get("models", model).tenant in tenants}
         await exchange.reply_with({"tenants": rows, "gaps": gaps})
 
     async def _answer(self, exchange: HttpExchange, name: str) -> None:

@@ -112,7 +112,7 @@ class TinkerDispatch:
     def submit(
         self, request: LoggedRequest, session: LoggedSession, model: LoggedModel | None = None, tokens: int = 0
     ) -> RequestAdmission:
-        """Commit a request of a session, of so many ``tokens``, and a new ``model`` with its first; run it if it is new.
+        """Commit a session's request of so many ``tokens``, and a new ``model`` with its first; run it if it is new.
         Raises TooManyRequests, StorageFailed: nothing is committed then."""
         live = self._models.get(request.scope)
         open_count = len(live.order) if live else sum(scope == request.scope for scope, _ in self._samples)

@@ -155,8 +155,8 @@ class Operations:
         return adapter_of(body.lora_config, self._settings.max_rank, seed)
 
     def _lags(self, message: Any, model: LoggedModel) -> list[tuple[int, int]]:
-        """Return, for each run of tokens whose provenance the client gives, the model's steps since its sampler's weights
-        and the count of tokens."""
+        """Return, of each run of tokens whose provenance the client gives, the model's steps since its sampler's
+        weights, and the count of tokens."""
         lags: list[tuple[int, int]] = []
         steps: dict[str, int | None] = {}  # of the model, when a sampler's weights were saved; None: another's
         spans = (span for datum in message.data for span in datum.loss_fn_input_spans or datum.model_input_spans)

@@ -40,7 +40,7 @@ from headway.services.tinker.wire import message_classes
 from headway.services.tinker.workers import AdapterSampler, TrainerWorker
 from headway.tokens.tokenizer import Tokenizer
 
-TRAINER = "headway.trainer.tenants.service:TenantTrainerService"
+_TRAINER = "headway.trainer.tenants.service:TenantTrainerService"
 _ADDRESS = "127.0.0.1:8000"
 _CONTEXT_TOKENS = 4096  # of a prompt and its response, where the model's context is longer
 _DEATHS = 10**6  # workers are restarted without end: what kills them is a tenant's request, which fails in the end
@@ -55,7 +55,11 @@ class TinkerSettings:
     tinker: TinkerConfig
     experiment: Experiment
     base: BaseDescription
-    trainer: str = TRAINER  # module:Class of the trainer's process
+
+    @property
+    def store(self) -> Path:
+        """Return the store's folder."""
+        return Path(self.tinker.store).absolute()
 
 
 class _TinkerFile(Experiment):
@@ -83,7 +87,6 @@ def tinker_settings_from(path: str, overrides: list[str]) -> TinkerSettings:
         "run": {"directory": "none", "offload": False},
         "tasks": {"train": {"path": "none"}},
         "rollout": {"max_prompt_tokens": context_tokens - 1, "max_response_tokens": 1},
-        "trainer": {"devices": ["cpu:1"]},
         **raw,
         "endpoint": {"address": _ADDRESS, **raw.get("endpoint", {})},
         "model": {**model, "adapter": {"rank": tinker.max_rank, "alpha": tinker.alpha}},
@@ -132,8 +135,8 @@ async def serve_tinker(
     """Serve until Ctrl-C or SIGTERM. ``on_ready(address)`` is called once, ``on_event(name, detail)`` at problems.
     Raises ConfigurationError (address, keys, prices, a store of another base) and RunLocked before a worker starts."""
     experiment, tinker, base, clock = settings.experiment, settings.tinker, settings.base, RealClock()
-    store = Path(tinker.store).absolute()
     message_classes()
+    store = settings.store
 
     def worker_event(name: str, detail: str, /, **_: object) -> None:
         on_event(name, detail)
@@ -146,7 +149,7 @@ async def serve_tinker(
         options: dict[str, Any] = {"on_event": worker_event, "log_directory": store, "restart_limit": _DEATHS}
         pool = GeneratorPool(launcher, experiment, clock, **options)
         slot_options: dict[str, Any] = {"on_event": worker_event, "failure_expiry_s": _EXPIRY_S}
-        trainer = TrainerWorker(WorkerSlot(_trainer_spec(settings, store), launcher, clock, **slot_options))
+        trainer = TrainerWorker(WorkerSlot(_trainer_spec(settings), launcher, clock, **slot_options))
         sampler = AdapterSampler(pool, store, Tokenizer.of(experiment).stop_ids, tinker.resident_adapters)
         admitted_samples = 2 * experiment.generator.slots * len(experiment.generator.devices)
         dispatch = TinkerDispatch(log, trainer, sampler, base, tinker, clock, time.time, admitted_samples)
@@ -169,17 +172,17 @@ async def serve_tinker(
             raise errors.exceptions[0] from None
 
 
-def _trainer_spec(settings: TinkerSettings, store: Path) -> WorkerSpec:
+def _trainer_spec(settings: TinkerSettings) -> WorkerSpec:
     experiment, tinker = settings.experiment, settings.tinker
     return WorkerSpec(
         name="trainer",
-        factory=settings.trainer,
+        factory=_TRAINER,
         device=experiment.trainer.devices[0],
         preload=MODEL_CODE,
-        log_path=store / "trainer.log",
+        log_path=settings.store / "trainer.log",
         arguments={
             "model_path": experiment.model.path,
-            "store": str(store),
+            "store": str(settings.store),
             "dtype": experiment.trainer.dtype,
             "quantization": experiment.model.quantization,
             "alpha": tinker.alpha,

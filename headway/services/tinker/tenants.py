@@ -59,7 +59,7 @@ class TenantKeys:
         form_fits = len(words) == 3 and re.fullmatch(r"[\w.\-]+", words[0]) and re.fullmatch("[0-9a-f]{64}", words[2])
         if not form_fits or not set(scopes) <= set(SCOPES):
             raise ConfigurationError(
-                f"{origin}: valid: NAME SCOPES DIGEST, scopes of {','.join(SCOPES)}, and the digest of a key that begins "
+                f"{origin}: valid: NAME SCOPES DIGEST, scopes of {','.join(SCOPES)}, and a digest of a key that begins "
                 "with tml-, as printf %s KEY | sha256sum prints it"
             )
         self._tenants.append((words[2], words[0], scopes))
@@ -121,8 +121,8 @@ class TenantAccounts:
         limit = self._settings.models_per_tenant
         if self.open_models(tenant) >= limit:
             raise TenantRefused(
-                f"{tenant} has {limit} models, the quota (models_per_tenant): valid: again when one of its sessions has "
-                f"ended, by finish or {self._settings.session_timeout_s:.0f} s after its client's last sign of life"
+                f"{tenant} has {limit} models, the quota (models_per_tenant): valid: again when one of its sessions "
+                f"has ended, by finish or {self._settings.session_timeout_s:.0f} s after its client's last sign of life"
             )
 
     def require_store(self, tenant: str) -> None:
@@ -145,8 +145,8 @@ class TenantAccounts:
         queued_tokens = sum(open_tokens for open_tokens, _ in activity.open.values())
         if refusable and queued_tokens and queued_tokens + tokens > _QUEUED_TOKENS:
             raise TooManyRequests(
-                f"{tenant} has {queued_tokens} tokens in requests without a reply, and may have {_QUEUED_TOKENS}: valid: "
-                "again when some of them have their replies"
+                f"{tenant} has {queued_tokens} tokens in requests without a reply, and may have {_QUEUED_TOKENS}: "
+                "valid: again when some of them have their replies"
             )
         if activity.idle_since_s is not None:
             activity.client_s, activity.idle_since_s = activity.client_s + now_s - activity.idle_since_s, None
@@ -181,8 +181,11 @@ class TenantAccounts:
     def charge(self, tenant: str, usage: Usage) -> Effect:
         """Return the effect that adds to a tenant's account, to be committed with the reply."""
         sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in _USES)
-        text = f"INSERT INTO accounts (id, {', '.join(_USES)}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET {sums}"
-        return text, (tenant, *(getattr(usage, name) for name in _USES))
+        row = f"(id, {', '.join(_USES)}) VALUES (?, ?, ?, ?, ?)"
+        return f"INSERT INTO accounts {row} ON CONFLICT (id) DO UPDATE SET {sums}", (
+            tenant,
+            *(getattr(usage, name) for name in _USES),
+        )
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -230,7 +233,9 @@ class TinkerMetrics(ServiceMetrics):
         for name, number in sorted(self._gauges.items()):
             yield GaugeMetricFamily(f"headway_tinker_{name}", f"{name.replace('_', ' ')} now", number)
         for name in self._rows[0] if self._rows else ():
-            family = GaugeMetricFamily(f"headway_tinker_tenant_{name}", "of a tenant: see GET /tenants", labels=["tenant"])
+            family = GaugeMetricFamily(
+                f"headway_tinker_tenant_{name}", "of a tenant: see GET /tenants", labels=["tenant"]
+            )
             if name != "tenant":
                 yield labelled(family, (([row["tenant"]], row[name]) for row in self._rows if row[name] is not None))
 
@@ -243,9 +248,12 @@ def _pricing(prices: str) -> Callable[[LoggedAccount], float | None]:
     if prices.startswith("services."):
         tokens = catalogue.entry("services", prices.partition(".")[2], TokenPrices)
         return lambda account: (
-            account.prefilled_tokens * tokens.prefill_usd_per_mtok
-            + account.sampled_tokens * tokens.sample_usd_per_mtok
-            + account.trained_tokens * (tokens.train_usd_per_mtok or 0.0)
-        ) / 1e6
+            (
+                account.prefilled_tokens * tokens.prefill_usd_per_mtok
+                + account.sampled_tokens * tokens.sample_usd_per_mtok
+                + account.trained_tokens * (tokens.train_usd_per_mtok or 0.0)
+            )
+            / 1e6
+        )
     usd_per_hour = price_of(catalogue, prices)
     return lambda account: account.device_s / 3600 * usd_per_hour

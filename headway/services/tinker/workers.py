@@ -228,9 +228,7 @@ class AdapterSampler:
     async def _top_of(self, request: TenantSampleRequest, name: str, result: GenerationResult) -> TopTokens:
         """Return the likeliest tokens in each sampled one's place, by a pass over all of them."""
         ids = TokenIds(request.prompt_ids) + TokenIds(result.response.ids)
-        return _top(
-            await self._pool.prompts.logprobs(ids, request.topk_sample_logprobs, name), len(request.prompt_ids)
-        )
+        return _top(await self._pool.prompts.logprobs(ids, request.topk_sample_logprobs, name), len(request.prompt_ids))
 
     async def _prompt(self, request: TenantSampleRequest, name: str) -> PromptLogprobs | None:
         """Return the prompt's log-probabilities, if any are asked for."""

@@ -81,9 +81,7 @@ def test_untempered_log_probabilities_are_those_of_the_plain_softmax(options: di
     for name in cases:
         assert_logprobs(results[name], forced_logprobs(base_of("qwen3"), PROMPT, results[name].response.ids, 1.0))
     assert results["tempered"].response.ids == results["hot"].response.ids
-    assert_logprobs(
-        results["tempered"], forced_logprobs(base_of("qwen3"), PROMPT, results["hot"].response.ids, 1.7)
-    )
+    assert_logprobs(results["tempered"], forced_logprobs(base_of("qwen3"), PROMPT, results["hot"].response.ids, 1.7))
 
 
 def test_log_probabilities_of_given_ids_in_each_ones_place() -> None:

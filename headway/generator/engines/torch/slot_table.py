@@ -107,7 +107,15 @@ class SlotTable:
         request = self.requests[source]
         assert request is not None
         assert self.requests[target] is None
-        for column in (*self._counts, *self._flags, self.seed, self.temperature, self.top_p, self.stop_ids, self.untempered):
+        for column in (
+            *self._counts,
+            *self._flags,
+            self.seed,
+            self.temperature,
+            self.top_p,
+            self.stop_ids,
+            self.untempered,
+        ):
             column[target] = column[source]
         token_count = int(self.position[source]) + 1
         self.tokens[target, :token_count] = self.tokens[source, :token_count]
