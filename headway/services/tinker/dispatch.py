@@ -37,6 +37,7 @@ _ATTEMPTS = 3  # of a request in whose course the worker died
 _SWEEP_S = 1.0
 _OPEN_REQUESTS = 4096  # of a model or a sampler, without a reply; more are refused
 _QUANTUM_TOKENS = 2048  # of a tenant's turn at the trainer or the engines
+_SHARING_MODELS = 16  # whose requests are carried out at once, if tenants share passes
 _REQUEST_TOKENS = 64  # that a request counts at least
 
 
@@ -84,7 +85,7 @@ class TinkerDispatch:
         self.operations = Operations(log, trainer, sampler, base, settings, self.accounts, wall)
         self._models: dict[str, _LiveModel] = {}
         self._turns = DeficitRoundRobin[str](_QUANTUM_TOKENS)  # models that are ready
-        self._ready: set[str] = set()  # these
+        self._ready: set[str] = set()  # these, and those that have their turn
         self._admissions = DeficitRoundRobin[tuple[int, int, asyncio.Event]](_QUANTUM_TOKENS)  # sample requests
         self._admitted, self._admitted_limit = 0, admitted_samples
         self._work = asyncio.Event()
@@ -200,21 +201,29 @@ class TinkerDispatch:
     # --- training -----------------------------------------------------------------------------------------------------
 
     async def _train(self) -> None:
-        """Consumes the models' requests, in turn; waits for the trainer; is unblocked by `submit`."""
+        """Consumes the models' requests, in turn, of several models at once where these share passes; waits for the
+        trainer; is unblocked by `submit`."""
+        turns = asyncio.Semaphore(_SHARING_MODELS if self._settings.co_batch else 1)
+        assert self._group is not None
         while True:
+            await turns.acquire()
             while (turn := self._turns.take()) is None:
                 self._work.clear()
                 await self._work.wait()
-            tenant, model_id = turn
-            self._ready.discard(model_id)
-            live = self._live(model_id)
-            if (sequence := live.order.ready()) is not None:
-                self.accounts.begin(tenant, (model_id, sequence))
-                tokens = await self._run_next(model_id, live, sequence)
-                self._turns.charge(tenant, max(tokens, _REQUEST_TOKENS))
-                self._note_ready(model_id, live)
-                if live.session not in self._alive:
-                    await self._free_model(model_id, live)
+            task = self._group.create_task(self._run_turn(*turn))
+            task.add_done_callback(lambda _: turns.release())
+
+    async def _run_turn(self, tenant: str, model_id: str) -> None:
+        live = self._live(model_id)
+        if (sequence := live.order.ready()) is not None:
+            self.accounts.begin(tenant, (model_id, sequence))
+            tokens = await self._run_next(model_id, live, sequence)
+            self._turns.charge(tenant, max(tokens, _REQUEST_TOKENS))
+            if live.session not in self._alive:
+                await self._free_model(model_id, live)
+        self._ready.discard(model_id)  # until now it had its turn
+        if model_id in self._models:
+            self._note_ready(model_id, self._models[model_id])
 
     async def _run_next(self, model_id: str, live: _LiveModel, sequence: int) -> int:
         """Run the request whose turn it is, or fail it; after a failure of the trainer it keeps its turn. Returns the

@@ -149,7 +149,8 @@ async def serve_tinker(
         options: dict[str, Any] = {"on_event": worker_event, "log_directory": store, "restart_limit": _DEATHS}
         pool = GeneratorPool(launcher, experiment, clock, **options)
         slot_options: dict[str, Any] = {"on_event": worker_event, "failure_expiry_s": _EXPIRY_S}
-        trainer = TrainerWorker(WorkerSlot(_trainer_spec(settings), launcher, clock, **slot_options))
+        slot = WorkerSlot(_trainer_spec(settings), launcher, clock, **slot_options)
+        trainer = TrainerWorker(slot, co_batch=tinker.co_batch)
         sampler = AdapterSampler(pool, store, Tokenizer.of(experiment).stop_ids, tinker.resident_adapters)
         admitted_samples = 2 * experiment.generator.slots * len(experiment.generator.devices)
         dispatch = TinkerDispatch(log, trainer, sampler, base, tinker, clock, time.time, admitted_samples)

@@ -33,6 +33,7 @@ from headway.records.tokens import TokenIds
 from headway.records.training import OptimiserSettings
 from headway.runtime.clock import Clock
 from headway.runtime.worker_slots import WorkerSlot, typed_cause
+from headway.trainer.tenants.shared_passes import SharedPasses
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # between the samples of a request
 _SEEDS = 1 << 62
@@ -43,9 +44,13 @@ _WATCH_S = 2.0
 class TrainerWorker:
     """The trainer's process as a `TenantTrainer`, started again whenever it dies: the next calls restore adapters."""
 
-    def __init__(self, slot: WorkerSlot) -> None:
-        """``slot``: of the worker, whose methods have the names and arguments of `TenantTrainer`'s."""
+    def __init__(self, slot: WorkerSlot, *, co_batch: bool = False) -> None:
+        """``slot``: of the worker, whose methods have the names and arguments of `TenantTrainer`'s. ``co_batch``:
+        passes that wait at the same time are computed together."""
         self._slot = slot
+        self._busy = asyncio.Lock()
+        self._shared = SharedPasses(lambda passes: self._worker_call("forward_backward_together", passes), self._busy)
+        self._co_batch = co_batch
 
     async def start(self) -> None:
         """Start the process. Raises ConfigurationError and what its start raises."""
@@ -68,6 +73,10 @@ class TrainerWorker:
         await self._slot.stop(_STOP_S)
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        async with self._busy:
+            return await self._worker_call(method, *arguments, **named)
+
+    async def _worker_call(self, method: str, *arguments: Any, **named: Any) -> Any:
         worker = self._slot.live
         if worker is None or self._slot.restarting:
             raise TenantsUnavailable("the trainer is starting")
@@ -86,6 +95,8 @@ class TrainerWorker:
 
     async def forward_backward(self, model_id: str, training_pass: TrainingPass) -> PassOutcome:
         """See `TenantTrainer`."""
+        if self._co_batch:
+            return await self._shared.forward_backward(model_id, training_pass)
         return await self._call("forward_backward", model_id, training_pass)
 
     async def optim_step(self, model_id: str, sequence: int, optimiser: OptimiserSettings) -> dict[str, float]:
