@@ -47,6 +47,9 @@ class DeficitRoundRobin(Generic[Item]):
         """Return the next item with its tenant, which is to be charged for it; None: there is none."""
         if not self._queues:
             return None
+        if (rounds := int(min(-deficit for deficit in self._deficits.values()) / self._quantum_tokens)) > 0:
+            self._round += rounds  # in which all repay debts
+            self._deficits = {tenant: debt + rounds * self._quantum_tokens for tenant, debt in self._deficits.items()}
         while self._deficits[tenant := next(iter(self._queues))] <= 0:
             self._queues[tenant] = self._queues.pop(tenant)  # behind the others
             self._deficits[tenant] += self._quantum_tokens

@@ -36,9 +36,8 @@ _RETRY_S = 0.5  # between attempts while a worker restarts
 _ATTEMPTS = 3  # of a request in whose course the worker died
 _SWEEP_S = 1.0
 _OPEN_REQUESTS = 4096  # of a model or a sampler, without a reply; more are refused
-_QUANTUM_TOKENS = 2048  # of a tenant's turn at the trainer or the engines
 _SHARING_MODELS = 16  # whose requests are carried out at once, if tenants share passes
-_REQUEST_TOKENS = 64  # that a request counts at least
+_REQUEST_TOKENS = 64  # that a request counts at least, and that a tenant's turn is worth
 
 
 class _LiveModel:
@@ -84,9 +83,9 @@ class TinkerDispatch:
         self.accounts.open_models = self._open_models
         self.operations = Operations(log, trainer, sampler, base, settings, self.accounts, wall)
         self._models: dict[str, _LiveModel] = {}
-        self._turns = DeficitRoundRobin[str](_QUANTUM_TOKENS)  # models that are ready
+        self._turns = DeficitRoundRobin[str](_REQUEST_TOKENS)  # models that are ready
         self._ready: set[str] = set()  # these, and those that have their turn
-        self._admissions = DeficitRoundRobin[tuple[int, int, asyncio.Event]](_QUANTUM_TOKENS)  # sample requests
+        self._admissions = DeficitRoundRobin[tuple[int, int, asyncio.Event]](_REQUEST_TOKENS)  # sample requests
         self._admitted, self._admitted_limit = 0, admitted_samples
         self._work = asyncio.Event()
         self._replied: dict[tuple[str, int], asyncio.Event] = {}  # of requests that somebody waits for

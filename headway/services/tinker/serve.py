@@ -76,6 +76,9 @@ def tinker_settings_from(path: str, overrides: list[str]) -> TinkerSettings:
     name = str(model.get("path", ""))
     if not name:
         raise ConfigurationError(f"{path}: model.path is missing: the folder of the base")
+    if (engine := raw.get("generator", {}).get("engine", "torch")) != "torch":
+        reason = "its adapters are fixed at its start; valid: 'torch', Headway's own"
+        raise ConfigurationError(f"generator.engine = {engine!r}: {reason}")
     for key in _MODEL_KEYS:
         if model.get(key):
             raise ConfigurationError(f"model.{key} is set: valid: unset, since tenants bring the adapters of one base")
@@ -113,9 +116,6 @@ class _Section(Section):
 
 def _require_supported(experiment: Experiment) -> None:
     generator, trainer, address = experiment.generator, experiment.trainer, experiment.endpoint.address
-    if generator.engine != "torch":
-        reason = "its adapters are fixed at its start; valid: 'torch', Headway's own"
-        raise ConfigurationError(f"generator.engine = {generator.engine!r}: {reason}")
     if len(trainer.devices) != 1:
         raise ConfigurationError(f"trainer.devices = {list(trainer.devices)}: valid: one device")
     if trainer.devices[0] in generator.devices:
