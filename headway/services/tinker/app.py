@@ -118,18 +118,14 @@ class TinkerApp(HttpApp):
         accounts = self._dispatch.accounts
         if exchange.path == "/metrics":
             self._keys.tenant_of(exchange.key, "operate")
-            counts = self._dispatch.counts
-            text = TinkerMetrics(self.responses, counts, self._gauges(), accounts.rows()).text()
-            return await exchange.reply(200, text, kind=b"text/plain; version=0.0.4")
+            metrics = TinkerMetrics(self.responses, self._dispatch.counts, self._gauges(), accounts.rows())
+            return await exchange.reply_with(metrics.text())
         try:
             self._keys.tenant_of(exchange.key, "operate")
             rows = accounts.rows()
         except HttpError:
             rows = accounts.rows(self._keys.tenant_of(exchange.key))
-        gaps = {model: msgspec.structs.asdict(gap) for model, gap in self._dispatch.gaps().items()}
-        tenants = {row["tenant"] for row in rows}
-        gaps = {model: gap for model, gap in gaps.items() if self._log.get("models", model).tenant in tenants}
-        await exchange.reply_with({"tenants": rows, "gaps": gaps})
+        await exchange.reply_with({"tenants": rows, "gaps": self._dispatch.gaps({row["tenant"] for row in rows})})
 
     async def _answer(self, exchange: HttpExchange, name: str) -> None:
         if name == "healthz":
@@ -367,13 +363,8 @@ class TinkerApp(HttpApp):
         return {"status": "accepted"}
 
     def _capabilities(self) -> dict[str, Any]:
-        model = {
-            "model_name": self._base.name,
-            "max_context_length": self._base.max_context_tokens,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return {"supported_models": [model]}
+        sizes = {"model_name": self._base.name, "max_context_length": self._base.max_context_tokens}
+        return {"supported_models": [{**sizes, "trainable": True, "sampleable": True}]}
 
 
 def _scope(method: str, name: str) -> str:

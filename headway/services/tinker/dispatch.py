@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import msgspec
@@ -25,11 +23,9 @@ from headway.records.tenants.protocols import (
 )
 from headway.runtime.clock import Clock
 from headway.services.tinker.log import LoggedModel, LoggedRequest, LoggedSampler, LoggedSession, TinkerLog
-from headway.services.tinker.operations import SNAPSHOT_S, Operations, RequestAnswer
+from headway.services.tinker.operations import Operations, RequestAnswer
 from headway.services.tinker.ordering import ModelOrder, RequestAdmission, SequenceGap
-from headway.services.tinker.requests import SampleBody, parsed, sample_request
-from headway.services.tinker.tenants import TenantAccounts, TooManyRequests, Usage
-from headway.services.tinker.wire import encoded_sample
+from headway.services.tinker.tenants import REQUEST_TOKENS, SampleAdmissions, TenantAccounts, TooManyRequests
 
 _log = logging.getLogger("headway.tinker")
 _RETRY_S = 0.5  # between attempts while a worker restarts
@@ -37,7 +33,6 @@ _ATTEMPTS = 3  # of a request in whose course the worker died
 _SWEEP_S = 1.0
 _OPEN_REQUESTS = 4096  # of a model or a sampler, without a reply; more are refused
 _SHARING_MODELS = 16  # whose requests are carried out at once, if tenants share passes
-_REQUEST_TOKENS = 64  # that a request counts at least, and that a tenant's turn is worth
 
 
 class _LiveModel:
@@ -81,17 +76,15 @@ class TinkerDispatch:
         self._wall = wall
         self.accounts = TenantAccounts(log, settings, clock.now)
         self.accounts.open_models = self._open_models
-        self.operations = Operations(log, trainer, sampler, base, settings, self.accounts, wall)
+        admissions = SampleAdmissions(admitted_samples)
+        self.operations = Operations(log, trainer, sampler, base, settings, self.accounts, admissions, wall)
         self._models: dict[str, _LiveModel] = {}
-        self._turns = DeficitRoundRobin[str](_REQUEST_TOKENS)  # models that are ready
+        self._turns = DeficitRoundRobin[str](REQUEST_TOKENS)  # models that are ready
         self._ready: set[str] = set()  # these, and those that have their turn
-        self._admissions = DeficitRoundRobin[tuple[int, int, asyncio.Event]](_REQUEST_TOKENS)  # sample requests
-        self._admitted, self._admitted_limit = 0, admitted_samples
         self._work = asyncio.Event()
         self._replied: dict[tuple[str, int], asyncio.Event] = {}  # of requests that somebody waits for
         self._attempts: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
         self._alive: dict[str, float] = {}  # session -> when it last gave a sign
-        self._registered: set[str] = set()
         self._samples: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
 
@@ -153,9 +146,10 @@ class TinkerDispatch:
         live = self._models.get(model_id)
         return live and live.order.gap(self._clock.now())
 
-    def gaps(self) -> dict[str, SequenceGap]:
-        """Return the gaps of all models."""
-        return {model_id: gap for model_id in self._models if (gap := self.gap(model_id)) is not None}
+    def gaps(self, tenants: Collection[str]) -> dict[str, SequenceGap]:
+        """Return the gaps of all models of these tenants."""
+        model_ids = [model_id for model_id, live in self._models.items() if live.tenant in tenants]
+        return {model_id: gap for model_id in model_ids if (gap := self.gap(model_id)) is not None}
 
     def note_fetched(self, request: LoggedRequest) -> None:
         """Note that a client has the reply."""
@@ -217,7 +211,7 @@ class TinkerDispatch:
         if (sequence := live.order.ready()) is not None:
             self.accounts.begin(tenant, (model_id, sequence))
             tokens = await self._run_next(model_id, live, sequence)
-            self._turns.charge(tenant, max(tokens, _REQUEST_TOKENS))
+            self._turns.charge(tenant, max(tokens, REQUEST_TOKENS))
             if live.session not in self._alive:
                 await self._free_model(model_id, live)
         self._ready.discard(model_id)  # until now it had its turn
@@ -246,10 +240,10 @@ class TinkerDispatch:
             answer = await self._after_failure(request, live, error)
             if answer is None:
                 return 0
-        usage = Usage(trained_tokens=answer.tokens, device_s=self._clock.now() - started_s)
-        await self._conclude(request, answer, live.tenant, usage)
+        used = msgspec.structs.replace(answer.usage, device_s=self._clock.now() - started_s)
+        await self._conclude(request, msgspec.structs.replace(answer, usage=used), live.tenant)
         live.order.resolve(sequence)
-        return answer.tokens
+        return used.tokens
 
     async def _after_failure(self, request: LoggedRequest, live: _LiveModel, error: Exception) -> RequestAnswer | None:
         """Have the state restored before the next call, which comes at once if the adapter was merely evicted; returns
@@ -298,11 +292,9 @@ class TinkerDispatch:
                 self.counts["repeated_passes"] += 1
         live.restored = True
 
-    async def _conclude(
-        self, request: LoggedRequest, answer: RequestAnswer, tenant: str, usage: Usage | None = None
-    ) -> None:
+    async def _conclude(self, request: LoggedRequest, answer: RequestAnswer, tenant: str) -> None:
         """Commit the reply with what it used, however long the disk is full, and wake those that wait for it."""
-        effects = answer.effects if usage is None else (*answer.effects, self.accounts.charge(tenant, usage))
+        effects = (*answer.effects, self.accounts.charge(tenant, answer.usage))
         replied = msgspec.structs.replace(
             request,
             reply=answer.reply,
@@ -322,8 +314,6 @@ class TinkerDispatch:
         self.accounts.depart(tenant, key)
         if (event := self._replied.pop(key, None)) is not None:
             event.set()
-        if answer.registers is not None:
-            self._registered.add(answer.registers)
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
@@ -332,64 +322,17 @@ class TinkerDispatch:
         outcome, or `cancel`."""
         answer: RequestAnswer | None = None
         sampler: LoggedSampler = self._log.get("samplers", request.scope)
-        usage = Usage()
         while answer is None:
             try:
-                answer, usage = await self._sampled(request, sampler)
+                answer = await self.operations.sample(request, sampler)
             except TenantRefused as error:
                 answer = RequestAnswer.failure(str(error), "user")
             except Exception as error:  # the boundary of a tenant's request: others go on
-                self._registered.discard(request.scope)
+                self.operations.registered.discard(request.scope)
                 self._note_attempt(request, error)
                 if (answer := self._exhausted(request, _ATTEMPTS)) is None:
                     await self._clock.sleep(_RETRY_S)
-        await self._conclude(request, answer, sampler.tenant, usage)
-
-    async def _sampled(self, request: LoggedRequest, sampler: LoggedSampler) -> tuple[RequestAnswer, Usage]:
-        request_id = f"{request.scope}:{request.sequence}"
-        body = parsed(msgspec.json.decode(request.body or b"{}"), SampleBody)
-        seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:7])
-        sample = sample_request(body, request_id, self._base, seed, stability=bool(self._settings.substitutes))
-        prompt_tokens, most_tokens = len(sample.prompt_ids), sample.samples * sample.sampling.max_tokens
-        async with self._admission(sampler.tenant, sample.samples, prompt_tokens + most_tokens):
-            self.accounts.begin(sampler.tenant, (request.scope, request.sequence))
-            if request.scope not in self._registered:
-                newest: LoggedSampler = self._log.get("samplers", request.scope)  # an inflight one's path changes
-                await self._sampler.register(newest.id, newest.path, inflight=bool(newest.inflight))
-                self._registered.add(request.scope)
-            outcome = await self._sampler.sample(sample)
-        sampled_tokens = sum(len(response.token_ids) for response in outcome.samples)
-        self._admissions.charge(sampler.tenant, sampled_tokens - most_tokens)
-        device_s = (prompt_tokens + sampled_tokens) * self._sampler.statistics().get("device_s_per_token", 0.0)
-        usage = Usage(prefilled_tokens=prompt_tokens, sampled_tokens=sampled_tokens, device_s=device_s)
-        effects = ()
-        if sampler.path is not None:  # it was used, so its weights are kept for longer
-            text = "UPDATE checkpoints SET expires_s = max(expires_s, ?) WHERE path = ? AND listed = 0"
-            effects = ((text, (self._wall() + SNAPSHOT_S, sampler.path)),)
-        return RequestAnswer(reply=encoded_sample(outcome), protobuf=True, effects=effects), usage
-
-    @asynccontextmanager
-    async def _admission(self, tenant: str, samples: int, tokens: int) -> AsyncIterator[None]:
-        """Have so many samples at the engines inside the block, from the tenant's turn on, for at most ``tokens``."""
-        admitted = asyncio.Event()
-        self._admissions.add(tenant, (samples, tokens, admitted))
-        self._admit()
-        try:
-            await admitted.wait()
-            yield
-        finally:
-            if admitted.is_set():
-                self._admitted -= samples
-            admitted.set()  # one that is cancelled before its turn is passed over
-            self._admit()
-
-    def _admit(self) -> None:
-        while self._admitted < self._admitted_limit and (turn := self._admissions.take()) is not None:
-            tenant, (samples, tokens, admitted) = turn
-            if not admitted.is_set():
-                self._admissions.charge(tenant, tokens)
-                self._admitted += samples
-                admitted.set()
+        await self._conclude(request, answer, sampler.tenant)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -415,8 +358,9 @@ class TinkerDispatch:
                     await self._conclude(request, RequestAnswer.failure(reason, "user"), live.tenant)
                     live.order.resolve(sequence)
             await self._free_model(model_id, live)
-        for sampler_id in [name for name in self._registered if name.startswith(f"{session}:")]:
-            self._registered.discard(sampler_id)
+        registered = self.operations.registered
+        for sampler_id in [name for name in registered if name.startswith(f"{session}:")]:
+            registered.discard(sampler_id)
             await self._quietly(self._sampler.release(sampler_id))
 
     async def _free_model(self, model_id: str, live: _LiveModel) -> None:

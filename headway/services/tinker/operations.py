@@ -31,15 +31,17 @@ from headway.services.tinker.requests import (
     CreateModelBody,
     LoadWeightsBody,
     OptimStepBody,
+    SampleBody,
     SaveWeightsBody,
     adapter_of,
     checkpoint_path,
     parsed,
     require_name,
     require_ttl,
+    sample_request,
 )
-from headway.services.tinker.tenants import TenantAccounts
-from headway.services.tinker.wire import encoded_pass, parsed_request, training_pass
+from headway.services.tinker.tenants import SampleAdmissions, TenantAccounts, Usage
+from headway.services.tinker.wire import encoded_pass, encoded_sample, parsed_request, training_pass
 
 KINDS: dict[str, CheckpointKind] = {
     "save_weights": "weights",
@@ -58,8 +60,7 @@ class RequestAnswer(msgspec.Struct, frozen=True, kw_only=True):
     effects: tuple[Effect, ...] = ()
     keeps_body: bool = False  # a restart repeats the request
     applied: bool = False  # the model's durable state is the request's
-    registers: str | None = None  # a sampler that is registered now
-    tokens: int = 0  # that were trained on
+    usage: Usage = Usage()
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], effects: tuple[Effect, ...] = (), *, applied: bool = False) -> RequestAnswer:
@@ -83,6 +84,7 @@ class Operations:
         base: BaseDescription,
         settings: TinkerConfig,
         accounts: TenantAccounts,
+        admissions: SampleAdmissions,
         wall: Callable[[], float],
     ) -> None:
         self._log = log
@@ -91,6 +93,8 @@ class Operations:
         self._base = base
         self._settings = settings
         self._accounts = accounts
+        self._admissions = admissions
+        self.registered: set[str] = set()  # samplers that the engines know
         self._wall = wall
 
     def arrival(self, request: LoggedRequest, model: LoggedModel | None) -> list[Effect]:
@@ -125,7 +129,7 @@ class Operations:
                 reply=encoded_pass(msgspec.structs.replace(outcome, metrics=metrics)),
                 protobuf=True,
                 keeps_body=not computed.forward_only,
-                tokens=sum(len(datum.token_ids_n) for datum in computed.data),
+                usage=Usage(trained_tokens=sum(len(datum.token_ids_n) for datum in computed.data)),
             )
         if request.kind == "optim_step":
             settings = parsed(_fields(request), OptimStepBody).adam_params.optimiser()
@@ -190,6 +194,30 @@ class Operations:
             raise TenantRefused(f"path = {body.path!r} has no optimiser state: valid: tinker://MODEL/weights/NAME")
         return body.optimizer, checkpoint
 
+    async def sample(self, request: LoggedRequest, sampler: LoggedSampler) -> RequestAnswer:
+        """Sample, from the tenant's turn on. Raises TenantRefused for what can't be sampled, by the field's name."""
+        request_id, key = f"{request.scope}:{request.sequence}", (request.scope, request.sequence)
+        seed = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:7])
+        stability = bool(self._settings.substitutes)
+        sample = sample_request(parsed(_fields(request), SampleBody), request_id, self._base, seed, stability=stability)
+        prompt_tokens, most_tokens = len(sample.prompt_ids), sample.samples * sample.sampling.max_tokens
+        async with self._admissions.turn(sampler.tenant, sample.samples, prompt_tokens + most_tokens):
+            self._accounts.begin(sampler.tenant, key)
+            if request.scope not in self.registered:
+                newest: LoggedSampler = self._log.get("samplers", request.scope)  # an inflight one's path changes
+                await self._sampler.register(newest.id, newest.path, inflight=bool(newest.inflight))
+                self.registered.add(request.scope)
+            outcome = await self._sampler.sample(sample)
+        sampled_tokens = sum(len(response.token_ids) for response in outcome.samples)
+        self._admissions.charge(sampler.tenant, sampled_tokens - most_tokens)
+        device_s = (prompt_tokens + sampled_tokens) * self._sampler.statistics().get("device_s_per_token", 0.0)
+        effects: tuple[Effect, ...] = ()
+        if sampler.path is not None:  # it was used, so its weights are kept for longer
+            text = "UPDATE checkpoints SET expires_s = max(expires_s, ?) WHERE path = ? AND listed = 0"
+            effects = ((text, (self._wall() + SNAPSHOT_S, sampler.path)),)
+        usage = Usage(prefilled_tokens=prompt_tokens, sampled_tokens=sampled_tokens, device_s=device_s)
+        return RequestAnswer(reply=encoded_sample(outcome), protobuf=True, effects=effects, usage=usage)
+
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     async def _save(
@@ -240,7 +268,8 @@ class Operations:
             await self._sampler.register(sampler.id, path, inflight=bool(sampler.inflight))
         except (InfrastructureError, WorkerDied):
             return answer  # it restarts: the first sample registers it
-        return msgspec.structs.replace(answer, registers=sampler.id)
+        self.registered.add(sampler.id)
+        return answer
 
     def _new_sampler(
         self, request: LoggedRequest, model: LoggedModel, sampler_id: str, path: str, kind: str

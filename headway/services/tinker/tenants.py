@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import hashlib
 import hmac
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from headway.config.tinker import TinkerConfig
 from headway.control.cost import TokenPrices
+from headway.control.tenant_shares import DeficitRoundRobin
 from headway.generator.endpoint.errors import HttpError
 from headway.generator.recording.sessions import KeyRefused
 from headway.planner.catalogue.read import Catalogue
@@ -29,6 +32,7 @@ ANYONE = "default"  # the tenant of all requests, where there is no file of keys
 SCOPES = ("train", "sample", "operate")
 _QUEUED_TOKENS = 8_000_000  # of a tenant's requests without a reply; more have to wait
 _GIGABYTE = 10**9
+REQUEST_TOKENS = 64  # that a request counts at least, and that a tenant's turn is worth
 _USES = ("prefilled_tokens", "sampled_tokens", "trained_tokens", "device_s")
 
 
@@ -101,6 +105,41 @@ class _Activity:
         self.client_s = 0.0  # in which it had none: the service waited for the client
         self.queued_s = 0.0  # waits of its requests for their turns
         self.lag_tokens = self.lagging_tokens = self.most_lag = 0  # steps x tokens, tokens, most steps
+
+
+class SampleAdmissions:
+    """Admits sample requests to the engines, tenants in turn by tokens, up to a number of samples at once."""
+
+    def __init__(self, limit: int) -> None:
+        self._turns = DeficitRoundRobin[tuple[int, int, asyncio.Event]](REQUEST_TOKENS)
+        self._admitted, self._limit = 0, limit  # samples
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Charge a tenant for tokens beside those of its turns; negative: for fewer."""
+        self._turns.charge(tenant, tokens)
+
+    @asynccontextmanager
+    async def turn(self, tenant: str, samples: int, tokens: int) -> AsyncIterator[None]:
+        """Have so many samples at the engines inside the block, from the tenant's turn on, for at most ``tokens``."""
+        admitted = asyncio.Event()
+        self._turns.add(tenant, (samples, tokens, admitted))
+        self._admit()
+        try:
+            await admitted.wait()
+            yield
+        finally:
+            if admitted.is_set():
+                self._admitted -= samples
+            admitted.set()  # one that is cancelled before its turn is passed over
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._admitted < self._limit and (turn := self._turns.take()) is not None:
+            tenant, (samples, tokens, admitted) = turn
+            if not admitted.is_set():
+                self._turns.charge(tenant, max(tokens, REQUEST_TOKENS))
+                self._admitted += samples
+                admitted.set()
 
 
 class TenantAccounts:

@@ -61,6 +61,7 @@ _ENUMS = {
     "DType": ("DTYPE_UNSPECIFIED", "DTYPE_FLOAT32", "DTYPE_INT64", "DTYPE_INT32", "DTYPE_BFLOAT16"),
 }
 _STOP, _LENGTH = 0, 1
+_NO_LOGPROB = -99999.0  # beside token 0, where there is none
 _FLOAT32, _INT64 = 1, 2
 _DTYPES: dict[int, np.dtype[Any]] = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
 
@@ -342,5 +343,5 @@ def encoded_sample(outcome: TenantSampleOutcome) -> bytes:
 
 def _fill_top(message: Any, top: TopTokens) -> None:
     message.length, message.k = top.token_ids.shape
-    message.token_ids = np.ascontiguousarray(top.token_ids, "<i4").tobytes()
-    message.logprobs = np.ascontiguousarray(top.logprobs, "<f4").tobytes()
+    message.token_ids = np.ascontiguousarray(np.maximum(top.token_ids, 0), "<i4").tobytes()
+    message.logprobs = np.ascontiguousarray(np.nan_to_num(top.logprobs, nan=_NO_LOGPROB), "<f4").tobytes()

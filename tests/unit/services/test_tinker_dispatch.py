@@ -200,7 +200,7 @@ def test_a_gap_waits_with_its_age_and_ends_with_its_session() -> None:
         _, body = await service.post("retrieve_future", future)
         assert body["type"] == "try_again"
         assert body["queue_state_reason"] == f"waits for request 2 of {client.model_id}, which hasn't arrived for 30 s"
-        assert service.dispatch.gaps()[client.model_id].waiting == 2
+        assert service.dispatch.gaps({"a"})[client.model_id].waiting == 2
         await clock.sleep(302.0)
         _, body = await service.post("retrieve_future", future)
         assert body["error"].startswith("the session ended while this request waited for request 2")
