@@ -147,21 +147,25 @@ class AdapterSampler:
             self._names[sampler_id] = BASE_MODEL
             return
         name = f"{path.partition('/')[0]}/inflight" if inflight else path
-        self._paths[name] = path
-        await self._load(name)
-        self._names[sampler_id] = name
+        self._paths[name], self._names[sampler_id] = path, name
+        try:
+            await self._load(name)
+        except TenantRefused:
+            del self._names[sampler_id]
+            raise
 
     async def _load(self, name: str) -> None:
         """Have an adapter's newest revision in the engines, and page out others beyond the limit."""
+        if name in self._resident and self._resident[name] == self._paths[name]:
+            return self._resident.move_to_end(name)
         async with self._changing:
-            if name in self._paths and self._resident.get(name) != (path := self._paths[name]):
+            if self._resident.get(name) != (path := self._paths[name]):
                 try:
                     await self._pool.adapters.add(name, str(self._folder / path))
                 except ConfigurationError as error:
                     raise TenantRefused(f"tinker://{path} can't be sampled from any longer: {error}") from None
                 self._resident[name] = path
-            if name in self._resident:
-                self._resident.move_to_end(name)
+            self._resident.move_to_end(name)
             unused = [other for other in self._resident if other != name and not self._open[other]]
             for other in unused[: max(0, len(self._resident) - self._resident_limit)]:
                 self._paged_out += 1
@@ -188,7 +192,8 @@ class AdapterSampler:
         finally:
             self._open[name] -= 1
             del self._samples[request.request_id]
-            await self._drop_unused(name)
+            if request.sampler_id not in self._names:
+                await self._drop_unused(name)
         scored = prompt.result()
         outcome = TenantSampleOutcome(samples=tuple(task.result() for task in samples))
         if scored is None:
