@@ -85,6 +85,27 @@ def serve_tinker(context: typer.Context, config: str = experiments.CONFIG) -> No
     typer.echo("stopped")
 
 
+def check_tinker(config: str, overrides: list[str]) -> None:
+    """Check a file of `headway serve-tinker`, and print the memory of its workers. Raises ConfigurationError."""
+    from rich.console import Console
+
+    from headway.orchestrator.preflight.capacity import memory_findings, memory_places
+    from headway.report.preview import memory_table
+    from headway.services.tinker.serve import memory_of, tinker_settings_from
+    from headway.services.tinker.tenants import TenantKeys
+
+    settings = tinker_settings_from(config, overrides)
+    TenantKeys(settings.tinker.keys)
+    uses = memory_of(settings)
+    places = memory_places(uses)
+    Console(highlight=False).print(memory_table(uses, places))
+    findings = memory_findings(uses, places)
+    for finding in findings:
+        typer.echo(f"{finding.level}: {finding.key}: {finding.message}", err=True)
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(2)
+
+
 def serve_kernels(
     context: typer.Context,
     host: str = typer.Option("127.0.0.1", help="Where to listen."),

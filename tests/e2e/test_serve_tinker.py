@@ -7,12 +7,14 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ import pytest
 import warm_programs
 from tiny_run import write_inputs
 
-from headway.models.adapter_targets import stored_metadata
+from headway.config.adapter import AdapterConfig
+from headway.models.adapter_targets import adapted_targets, stored_metadata
+from headway.models.configuration import DecoderConfig
 from headway.records.errors import ConfigurationError
-from headway.services.tinker.serve import tinker_settings_from
+from headway.services.tinker.serve import memory_of, tinker_settings_from
 
 pytestmark = pytest.mark.real
 SDK = Path(os.environ.get("HEADWAY_TINKER_SDK", "/nowhere"))
@@ -87,7 +91,7 @@ def outcome_of(program: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(output.strip().splitlines()[-1])
 
 
-def workers_of(process: subprocess.Popen[str], store: Path) -> dict[str, int]:
+def workers_of(store: Path) -> dict[str, int]:
     """The pids of the workers, by the names of their logs."""
     pids: dict[str, int] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -144,24 +148,32 @@ def test_the_sdk_learns_and_samples_what_it_trains(inputs: Path, tmp_path: Path)
 
 @needs_sdk
 @pytest.mark.long
-def test_kills_of_trainer_and_generator_change_no_bit(inputs: Path, tmp_path: Path) -> None:
+def test_kills_of_service_trainer_and_generator_change_no_bit(inputs: Path, tmp_path: Path) -> None:
     with service(write_settings(tmp_path, inputs)) as (_, address):
         undisturbed = outcome_of(started_learner(address, inputs, 12))
     (tmp_path / "again").mkdir()
     file, store = write_settings(tmp_path / "again", inputs), tmp_path / "again" / "store"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     generator = random.Random(5)
-    kills = 0
-    with service(file) as (process, address):
+    with ExitStack() as services:
+        open_service = partial(service, file, f"--endpoint.address=127.0.0.1:{port}")
+        process, address = services.enter_context(open_service())
         program = started_learner(address, inputs, 12)
-        deadline_s = time.monotonic() + 200
-        while program.poll() is None and time.monotonic() < deadline_s:
+        killed: list[str] = []
+        while program.poll() is None and len(killed) < 8:
             time.sleep(generator.uniform(0.3, 2.0))
-            workers = workers_of(process, store)
-            if workers and kills < 8:
-                os.kill(workers[generator.choice(sorted(workers))], signal.SIGKILL)
-                kills += 1
+            pids = {**workers_of(store), "service": process.pid}
+            name = generator.choice(sorted(pids)) if len(pids) == 3 else ""
+            if not name or killed.count(name) >= 3:
+                continue
+            killed.append(name)
+            os.kill(pids[name], signal.SIGKILL)
+            if name == "service":
+                process.wait()
+                process, _ = services.enter_context(open_service())
         seen = outcome_of(program)
-    assert kills >= 2
+    assert len(killed) >= 3
     for name in ("losses", "norms", "sampled"):
         assert seen[name] == undisturbed[name]
     assert seen["again"] == pytest.approx(undisturbed["again"], rel=1e-4)  # after samples, whose KV is computed again
@@ -192,3 +204,26 @@ def test_the_base_is_described_as_clients_name_it(inputs: Path, tmp_path: Path) 
     assert (base.name, base.tokenizer) == (str(inputs / "model"), str((inputs / "model").resolve()))
     assert base.architecture == "qwen3"
     assert settings.experiment.model.adapter is None
+
+
+def test_check_prints_the_memory_of_both_bases_and_all_adapters(inputs: Path, tmp_path: Path) -> None:
+    sizes: list[dict[str, int]] = []
+    for resident_adapters in (1, 33):
+        settings = tinker_settings_from(
+            str(write_settings(tmp_path, inputs, resident_adapters=resident_adapters, max_rank=8)), []
+        )
+        uses = memory_of(settings)
+        assert [use.name for use in uses] == ["generator-0", "trainer-0"]
+        assert all(use.parts["weights"] > 0 for use in uses)
+        sizes.append({use.name: use.total_bytes for use in uses})
+    adapter = sum(target.size for target in adapted_targets(DecoderConfig.from_pretrained(inputs / "model"),
+                                                            AdapterConfig(rank=8, alpha=32.0)))  # fmt: skip
+    assert sizes[1]["trainer-0"] - sizes[0]["trainer-0"] == 32 * 16 * adapter
+    assert sizes[1]["generator-0"] - sizes[0]["generator-0"] == 32 * 12 * adapter
+    checked = warm_programs.start(
+        warm_programs.HEADWAY, "check", str(tmp_path / "tinker.toml"), environment=dict(os.environ),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = checked.communicate(timeout=60)
+    assert checked.returncode == 0, output
+    assert "other adapters" in output

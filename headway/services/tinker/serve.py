@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from headway.config.adapter import AdapterConfig
 from headway.config.endpoint import EndpointConfig
 from headway.config.load import apply_overrides, read_toml, validate
 from headway.config.model import ModelConfig
@@ -22,7 +25,10 @@ from headway.models.adapter_targets import base_digest
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import read_config
 from headway.models.hf.downloads import model_folder
+from headway.models.sizes import sizes_of
 from headway.orchestrator.preflight.experiment_file import prepared
+from headway.orchestrator.preflight.memory import bytes_of, memory_uses, trained_weights
+from headway.records.check_report import MemoryUse
 from headway.records.errors import ConfigurationError, HeadwayError
 from headway.records.tenants.protocols import BaseDescription
 from headway.runtime.addresses import is_loopback, listening_socket
@@ -171,6 +177,23 @@ async def serve_tinker(
                     loop.cancel()
         except* HeadwayError as errors:
             raise errors.exceptions[0] from None
+
+
+def memory_of(settings: TinkerSettings) -> list[MemoryUse]:
+    """Return the most memory that the workers need: a base each, and all resident adapters of the largest rank."""
+    tinker, sizes = settings.tinker, sizes_of(settings.experiment.model.path)
+    adapter = AdapterConfig(rank=tinker.max_rank, alpha=tinker.alpha)
+    adapted = settings.experiment.model.model_copy(update={"adapter": adapter})
+    experiment = settings.experiment.model_copy(update={"model": adapted})
+    weights, others = trained_weights(experiment, sizes), tinker.resident_adapters - 1
+    # Of the trainer: weights, gradients and two moments. Of an engine: weights, and panels of B for a product's ranks.
+    widths = {"trainer": 16, "generator": bytes_of(experiment.generator.dtype) + 8}
+    uses: list[MemoryUse] = []
+    for use in memory_uses(experiment, sizes):
+        width = widths.get(use.name.partition("-")[0], 0)
+        more = {"other adapters": others * weights * width} if "weights" in use.parts else {}
+        uses += [msgspec.structs.replace(use, parts=use.parts | more)] if width else []
+    return uses
 
 
 def _trainer_spec(settings: TinkerSettings) -> WorkerSpec:
