@@ -11,7 +11,6 @@ import typer
 from headway.cli import experiment_options as experiments
 from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result, print_rows
 from headway.cli.serving import check_tinker
-from headway.config.load import read_toml
 from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -161,6 +160,8 @@ def check(
     Any key of the experiment file can be given as --section.key=value.
     """
     described = experiments.described_machine(machine)
+    from headway.config.load import read_toml
+
     if "tinker" in read_toml(config):
         return check_tinker(config, experiments.given_overrides(context))
     experiment = experiments.load(context, config, resume=True, machine=described)  # a run that is there keeps values
