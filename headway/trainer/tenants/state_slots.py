@@ -147,8 +147,8 @@ def _read_description(slot: np.ndarray) -> StoredState | None:
 
 def _checksum(slot: np.ndarray, sequence: int, size_bytes: int) -> bytes:
     hasher = xxhash.xxh3_128(_CHECKED.pack(sequence, size_bytes))
-    hasher.update(slot[_HEADER.size : _HEADER.size + size_bytes])
-    hasher.update(slot[_PAGE:])
+    hasher.update(slot[_HEADER.size : _HEADER.size + size_bytes].data)
+    hasher.update(slot[_PAGE:].data)
     return hasher.digest()
 
 
