@@ -95,7 +95,8 @@ class TenantTrainer(Protocol):
         ...
 
     async def restore(self, model_id: str) -> AppliedState | None:
-        """Load the newest durable state, without accumulated gradients; None: the model was never created."""
+        """Load the newest durable state, after a power cut maybe an older one, without accumulated gradients; None: the
+        model was never created."""
         ...
 
     async def forward_backward(self, model_id: str, training_pass: TrainingPass) -> PassOutcome:
@@ -103,7 +104,8 @@ class TenantTrainer(Protocol):
         ...
 
     async def optim_step(self, model_id: str, sequence: int, optimiser: OptimiserSettings) -> dict[str, float]:
-        """Apply the accumulated gradients (``max_grad_norm`` inf: unclipped); returns metrics, keys NAME:REDUCTION."""
+        """Apply the accumulated gradients (``max_grad_norm`` inf: unclipped); returns metrics, keys NAME:REDUCTION. One
+        that isn't finite is dropped, and ``skipped_steps:sum`` is 1. Raises TenantRefused if there are none."""
         ...
 
     async def load(self, model_id: str, sequence: int, path: str, adapter: TenantAdapter, *, optimiser: bool) -> None:

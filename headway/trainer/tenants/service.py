@@ -74,7 +74,8 @@ class TenantTrainerService:
         else:
             self._model = load_frozen(model_path, quantization, device).to(parse_dtype(dtype))
         self._model.checkpointing = gradient_checkpointing
-        self._model_path, self._quantization, self._alpha = model_path, quantization, alpha
+        self._model_path, self._alpha = model_path, alpha
+        self._quantization: Quantization | None = quantization
         self._co_batch, self._most_tokens = co_batch, micro_batch_tokens
         uses_native = native_kernels_enabled() and self._model.dtype == torch.float32
         self._kernels = native.kernels_for(self._model.dtype, device) if uses_native else None

@@ -1,8 +1,8 @@
 """The durable states of a tenant's adapter: two slots of a mapped file, of which any kill leaves one complete.
 
-A write invalidates the older slot, fills it and validates it, so that the newer one is untouched until then. A killed
-process loses nothing, since the kernel has what was written to the mapping. After a power cut a slot may be torn: its
-checksum tells, and the state before is read, if that is complete.
+A write goes to the older slot, whose checksum is wrong until it is complete. A killed process loses nothing, since the
+kernel has what was written to the mapping. After a power cut the newer slot may be torn: the state before is read then,
+if that is complete.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ def _write_slot(slot: np.ndarray, stored: StoredState, tensors: Sequence[Tensor]
     description = msgspec.json.encode(stored)
     if len(description) > _PAGE - _HEADER.size:
         raise StorageFailed(f"a state's description has {len(description)} bytes: valid: {_PAGE - _HEADER.size}")
-    slot[: _HEADER.size] = 0
     with torch.no_grad():
         payload_n = torch.from_numpy(slot[_PAGE:].view(np.float32))
         for tensor, part_n in zip(tensors, _parts(payload_n, tensors), strict=True):
@@ -147,8 +146,8 @@ def _read_description(slot: np.ndarray) -> StoredState | None:
 
 def _checksum(slot: np.ndarray, sequence: int, size_bytes: int) -> bytes:
     hasher = xxhash.xxh3_128(_CHECKED.pack(sequence, size_bytes))
-    hasher.update(slot[_HEADER.size : _HEADER.size + size_bytes])
-    hasher.update(slot[_PAGE:])
+    hasher.update(slot[_HEADER.size : _HEADER.size + size_bytes].data)
+    hasher.update(slot[_PAGE:].data)
     return hasher.digest()
 
 

@@ -65,7 +65,7 @@ def tenants() -> list[Tenant]:
         (64, "ppo", {"learning_rate": 1e-4, "beta1": 0.0, "beta2": 0.5}, ""),
         (8, "importance_sampling", {"max_grad_norm": 1e-3, "weight_decay": 10.0}, "nan"),
         (16, "gspo", {"learning_rate": 0.05, "epsilon": 1e-2}, "empty"),
-        (3, "dro", {"learning_rate": 1e9}, ""),  # its weights overflow
+        (3, "dro", {"learning_rate": 1e38}, ""),  # its weights overflow
         (32, "cispo", {"max_grad_norm": 0.5, "beta1": 0.99}, "only"),
         (2, "ppo", {"learning_rate": 0.02, "weight_decay": 0.1}, "nan"),
         (5, "cross_entropy", {"learning_rate": 0.0}, "empty"),
@@ -106,13 +106,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def expected(
+    folder: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Recorded, dict[str, torch.Tensor]]]:
+    """Outcomes and the last state of each tenant alone."""
+    return {tenant.model_id: alone(tenant, folder, tmp_path_factory.mktemp("alone")) for tenant in tenants()}
+
+
 @pytest.mark.parametrize("resident", first(1, [2, 1, 8]))
 def test_eight_tenants_with_wild_settings_have_the_bits_of_each_alone(
-    resident: int, folder: str, tmp_path: Path
+    resident: int, folder: str, tmp_path: Path, expected: dict[str, tuple[Recorded, dict[str, torch.Tensor]]]
 ) -> None:
-    all_tenants = tenants()
-    expected = {t.model_id: alone(t, folder, tmp_path / f"alone-{i}") for i, t in enumerate(all_tenants)}
-    store, random = tmp_path / "shared", np.random.default_rng(0)
+    all_tenants, store, random = tenants(), tmp_path / "shared", np.random.default_rng(0)
     trainer = service(folder, store, resident_adapters=resident)
     for tenant in all_tenants:
         trainer.create(tenant.model_id, 0, tenant.adapter)
@@ -261,9 +267,9 @@ def test_micro_batches_of_a_shared_pass_dont_depend_on_neighbours(
         return forward(model, micro_batches)
 
     monkeypatch.setattr(module, "_forward", noted)
-    trainer = service(folder, tmp_path, co_batch=True, micro_batch_tokens=20)
+    trainer = service(folder, tmp_path, co_batch=True, micro_batch_tokens=40)
     own, plans = random_pass(1, rows=9), list[list[list[int]]]()
-    for number, others in enumerate(([], [random_pass(2, rows=3)], [random_pass(3, rows=2), random_pass(4, rows=8)])):
+    for number, others in enumerate(([], [random_pass(2, rows=1)], [random_pass(3, rows=1), random_pass(4, rows=8)])):
         models = [f"m{number}{i}" for i in range(1 + len(others))]
         for model_id in models:
             trainer.create(model_id, 0, TenantAdapter(rank=2))
@@ -271,9 +277,9 @@ def test_micro_batches_of_a_shared_pass_dont_depend_on_neighbours(
         trainer.forward_backward_together(list(zip(models, [own, *others], strict=True)))
         plans.append([indices for together in computed for rows, indices in together if rows == 9])
         assert all(len({rows for rows, _ in together}) == len(together) for together in computed)
+        assert sorted(len(together) for together in computed)[-1] > (number > 0)
     assert plans[0] == plans[1] == plans[2]
-    assert len(plans[0]) > 2
-    assert max(map(len, computed)) > 1
+    assert len(plans[0]) > 1
 
 
 def test_a_refused_pass_among_shared_ones_is_refused_alone(folder: str, tmp_path: Path) -> None:

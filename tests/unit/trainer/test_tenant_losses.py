@@ -72,7 +72,7 @@ class Reference:
     """The same adapter on the same base in float64, without any code of a pass."""
 
     def __init__(self, folder: str) -> None:
-        self.model: Decoder = load_model(folder, "float64").requires_grad_(False)
+        self.model: Decoder = load_model(folder).double().requires_grad_(False)
         self.lora = Lora(tenant_targets(self.model.config, SMALL, 32.0), dtype=torch.float64, seed=SMALL.seed)
 
     def take(self, trainer: TenantTrainerService) -> None:
@@ -92,7 +92,7 @@ class Reference:
             inputs = {name: torch.from_numpy(np.asarray(x, "f8")) for name, x in row.inputs.items()}
             loss = formula(computed.loss, logprobs, inputs, dict(computed.settings))  # type: ignore[arg-type]
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
             all_logprobs.append(logprobs.detach())
         grads = {name: p.grad for name, p in self.lora.parameters.items() if p.grad is not None}
         return total, all_logprobs, grads
@@ -148,7 +148,7 @@ def test_a_token_may_have_several_weighted_targets_beside_others_with_one(
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
 def test_logits_in_chunks_give_the_same_several_logprobs(rows: int, folder: str) -> None:
-    model = load_model(folder, "float64")
+    model = load_model(folder).double()
     hidden = torch.randn(20, model.config.width, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(VOCABULARY, (20, 6))
     expected = model.head(hidden).log_softmax(-1).gather(1, targets)
