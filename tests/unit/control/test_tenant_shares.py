@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway.control.tenant_shares import DeficitRoundRobin
@@ -34,6 +34,8 @@ def test_tenants_that_always_have_work_are_served_the_same_tokens(patterns: list
 
 
 @settings(deadline=None, max_examples=15)
+@example([([1000], 1, 0.0), ([50], 1, 0.0)], 0)
+@example([([50], 1, 0.0), ([1000], 1, 0.0)], 0)
 @given(
     st.lists(st.tuples(large_sizes, st.integers(1, 4), st.floats(0, 0.5)), min_size=2, max_size=4),
     st.integers(0, 10),
@@ -76,7 +78,7 @@ def test_clients_that_wait_for_each_reply_share_a_device(
 
         for number in range(idle_clients):
             turns.add(f"idle{number}", (1, asyncio.Event()))
-        streams = [client(n, s) for n, (_, count, _) in enumerate(clients) for s in range(max(2, count))]
+        streams = [client(n, s) for n, (_, count, _) in enumerate(clients) for s in range(count)]
         tasks = [asyncio.ensure_future(one) for one in (device(), *streams)]
         await clock.sleep(SECONDS)
         for task in tasks:

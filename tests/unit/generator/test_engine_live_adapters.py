@@ -37,6 +37,8 @@ def test_adapters_come_and_go_between_steps_of_others(options: dict[str, Any]) -
         session.submit(request(f"r{number}", PROMPT, max_tokens=9, adapter=f"a{number}"))
         session.step(2)
     assert session.run()["r0"].finish_reason == "length"
+    session.submit(request("alone", PROMPT, max_tokens=9, adapter="a0"))
+    session.run()
     for number in range(3):
         engine.remove_adapter(f"a{number}")
     assert len(engine.adapters) == 0
@@ -44,8 +46,7 @@ def test_adapters_come_and_go_between_steps_of_others(options: dict[str, Any]) -
     session.submit(request("later", PROMPT, max_tokens=9, adapter="base"))
     results = session.run()
     assert (results["gone"].finish_reason, results["gone"].refused) == ("error", True)
-    for name in ("base", "later", "r0", "r1", "r2"):
-        number = int(name[1]) if name[0] == "r" else -1
+    for name, number in (("base", -1), ("later", -1), ("r0", 0), ("r1", 1), ("r2", 2), ("alone", 0)):
         owner = base_of("qwen3") if number < 0 else merged_with(number, "qwen3", (3, 8, 1)[number])
         assert_logprobs(results[name], forced_logprobs(owner, PROMPT, results[name].response.ids, 1.0))
 

@@ -139,8 +139,10 @@ def test_a_tenant_with_a_long_queue_does_not_hold_up_another() -> None:
         clients: list[tuple[str, Client]] = []
         for key in ("tml-a", "tml-b"):
             _, body = await call(service.app, "POST", "create_session", {"sdk_version": "0.38.0"}, key=key)
-            kinds = ["forward_backward"] * (40 if key == "tml-a" else 2)
-            clients.append((key, Client(f"{body['session_id']}:train:0", body["session_id"], kinds)))
+            kinds = ["forward_backward"] * (10 if key == "tml-a" else 2)
+            for number in range(6 if key == "tml-a" else 1):  # whose models take turns with each other
+                model_id = f"{body['session_id']}:train:{number}"
+                clients.append((key, Client(model_id, body["session_id"], kinds)))
         for key, client in clients:
             for number in range(len(client.posts)):
                 path, fields = client.posts[number]
