@@ -76,6 +76,13 @@ seen["repeated"] = [[3, 5, 7, *sequence.tokens] for sequence in repeated]
 first = service.create_sampling_client(base_model=base)
 seen["base"] = float(np.abs(np.asarray(first.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:])
                             - trained_logprobs([ids])[0]).max())  # fmt: skip
+shared = training.save_weights_and_get_sampling_client(kind="inflight")
+former = np.asarray(shared.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:])
+training.forward_backward([datum(ids, weights=[1] * 6)], "cross_entropy").result()
+training.optim_step(types.AdamParams(learning_rate=0.02)).result()
+training.save_weights_and_get_sampling_client(kind="inflight")  # the first one has these weights too
+renewed = np.asarray(shared.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:])
+seen["inflight"] = [float(np.abs(renewed - one).max()) for one in (trained_logprobs([ids])[0], former)]
 path = training.save_state("end").result().path
 seen["path"] = path
 again = service.create_training_client_from_state_with_optimizer(path)
