@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -40,7 +40,6 @@ _MESSAGE = (
     "this service has no adapter on the head: train_unembed has no effect; log-probabilities are those of the whole "
     "distribution at temperature 1, which isn't the one sampled from with another temperature, top_p or top_k"
 )
-_SAMPLING = ("asample", "create_sampling_session")
 Fields = Mapping[str, Any]
 
 
@@ -247,9 +246,10 @@ class TinkerApp(HttpApp):
     async def _sample(self, tenant: str, fields: Fields) -> Any:
         sampler: LoggedSampler = self._catalogue.owned("samplers", tenant, _text(fields, "sampling_session_id"))
         sequence = _sequence(fields, "seq_id", 0)
-        count, length = fields.get("num_samples", 1), (fields.get("sampling_params") or {}).get("max_tokens")
+        count, sampling = fields.get("num_samples", 1), fields.get("sampling_params")
+        length: object = cast("Fields", sampling).get("max_tokens") if isinstance(sampling, dict) else None
         valid_count = count if isinstance(count, int) and 0 < count <= 1024 else 0  # others fail with their future
-        tokens = valid_count * min(length, self._base.max_context_tokens) if isinstance(length, int) else 0
+        tokens = valid_count * min(abs(length), self._base.max_context_tokens) if isinstance(length, int) else 0
         future = self._submit(_request("asample", sampler.id, sequence, fields), sampler.session, tokens=tokens)
         return {**future, "sample_sequence_ids": [f"{future['request_id']}/{index}" for index in range(valid_count)]}
 
@@ -369,7 +369,7 @@ class TinkerApp(HttpApp):
 
 def _scope(method: str, name: str) -> str:
     """Return the scope that a route needs; "": any key may use it."""
-    if name in _SAMPLING:
+    if name in ("asample", "create_sampling_session"):
         return "sample"
     trains = method != "GET" and name in ("forward_backward", "create_model", "load_weights", *_REQUESTS)
     return "train" if trains or (method != "GET" and name.startswith("training_runs/")) else ""

@@ -118,6 +118,10 @@ def test_quotas_refuse_by_name_and_until_when(monkeypatch: pytest.MonkeyPatch) -
         await service.post("create_sampling_session", sampler)
         sample = {"sampling_session_id": f"{sessions[0]}:sample:0", "prompt": PROMPT, "num_samples": 4,
                   "sampling_params": {"max_tokens": 20}}  # fmt: skip
+        wrong = [{"sampling_params": "abc"}, {"sampling_params": {"max_tokens": -5}}, {"num_samples": [2]}]
+        for number, fields in enumerate(wrong, 5):  # they fail with their futures
+            assert (await service.post("asample", {**sample, **fields, "seq_id": number}))[0] == 200
+        await clock.sleep(5)
         statuses = [(await service.post("asample", {**sample, "seq_id": number}))[0] for number in range(2)]
         assert statuses == [200, 429]
         await clock.sleep(10)
