@@ -327,6 +327,8 @@ class WeightsConfig(Section):
     exchange: str | None = None  # vllm-server: folder that it reads new weights from; unset: /dev/shm
     # Tune: raise it when applying weights costs the generator much (report: apply, pause) and the budget has room
     steps_per_publish: Positive = 1  # every n-th version is published; queue.budget must be >= n - 1
+    # Tune: 1 where nodes have links as fast as memory: finding what has changed takes longer than it saves
+    whole_every: Positive = 256  # every n-th published version goes whole to other nodes, of others what has changed
 
 
 class CheckpointConfig(Section):

@@ -81,8 +81,7 @@ class GeneratorPool:
         served beside the run's. ``router`` replaces the experiment's settings. ``role`` begins its workers' names."""
         self._launcher, self._experiment, self._clock = launcher, experiment, clock
         self._on_event = on_event
-        self._log_directory = log_directory
-        self._restart_limit = restart_limit
+        self._log_directory, self._restart_limit = log_directory, restart_limit
         self._bring_to = bring_to
         self._adapters, self._role = adapters, role
         self._router_settings = settings = router or RouterConfig.of(experiment.router)
@@ -470,8 +469,9 @@ class GeneratorPool:
             raise
         finally:
             replica.updating_since_s = None
-        replica.version, replica.update = applied.version, update_number
-        replica.epoch += 1
+        if applied.damage:
+            self._on_event("weights_damaged", f"{replica.name}: {applied.damage}", replica=replica.index)
+        replica.version, replica.update, replica.epoch = applied.version, update_number, replica.epoch + 1
         self._router.standings(self._clock.now(), [replica])  # from now on others that lack it are behind
         self._settle()  # it may have been behind
         return applied

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class PublishingRanks:
-    """The ranks of a model's first copy as `publication.Writers`, in a process group of their own in host memory.
+    """The ranks of a model's first copy as `writers.Writers`, in a process group of their own in host memory.
 
     Its calls may come from another thread than the training's, whose collectives they must not get in between.
     """
@@ -87,6 +87,8 @@ class WeightPublisher:
         self._rounds = self._divided and learner.dtype != dtype
         # A side that takes turns computes nothing beside the copy to the host.
         options: dict[str, Any] = {"exports": exports, "snapshots": not experiment.run.offload, "writers": writers}
+        fetches = any(Location.of(name).machine != trainer_at.machine for name in generator.devices)
+        options["whole_every"] = experiment.weights.whole_every if fetches else 1
         # The newest announced version stays while the next is written.
         self._publisher = Publisher(run_id, 2 if exports else 3, dtype=dtype, memory=memory, **options)
         # Of each tensor, the undivided shape and the first element of this rank's rows; they don't change.
