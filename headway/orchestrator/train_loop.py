@@ -313,7 +313,7 @@ class TrainLoop:
         run.state.resume_gate.clear()
         run.state.applying = True
         try:
-            reports = await run.generator.update_weights(weights)
+            reports = await run.generator.update_weights(weights, leave_slow=run.experiment.queue.budget > 0)
         finally:
             run.state.applying = False
             run.parking.open_gate()

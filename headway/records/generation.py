@@ -67,6 +67,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     interruptible: bool = True  # False: an "abort" update doesn't park it (limit of parkings reached)
     adapter: str = ""  # BASE_MODEL or an adapter's name; "": the policy in training, with its adapter if it has one
     session: str = ""  # requests of one name extend one another: routed to its KV; "": none
+    oldest_version: int = 0  # replicas that lag behind others and have an older one don't sample it
     rows_known: int = 0  # tokens at the prompt's beginning whose rows aren't to be returned: earlier calls did
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from headway.records.generation import PublishedDelta
 from headway.weights.checksums import Block
-from headway.weights.deltas import MOST_OF_WHOLE, PayloadSection, digest_of, encode_sections, file_of, sections_of
+from headway.weights.delta_archive import DeltaArchive
+from headway.weights.deltas import MOST_OF_WHOLE, digest_of, encode_sections, file_of, sections_of
 from headway.weights.manifest import PayloadManifest
 from headway.weights.slot_file import new_slot
 from headway.weights.writers import Writers
@@ -39,9 +40,12 @@ class DeltaChain:
     delta would take more than `MOST_OF_WHOLE`, as for float32; after such a one the next 1, 2, 4, ... aren't tried.
     """
 
-    def __init__(self, stem: str, whole_every: int, writers: Writers) -> None:
-        """``stem``: of the files' names."""
-        self._stem, self._whole_every, self._writers = stem, whole_every, writers
+    def __init__(
+        self, stem: str, whole_every: int, writers: Writers, archive: DeltaArchive | None = None
+    ) -> None:
+        """``stem``: of the files' names. ``archive``: gets all deltas, also those at which a chain begins again; all
+        writers have one, or none has."""
+        self._stem, self._whole_every, self._writers, self._archive = stem, whole_every, writers, archive
         self._base: ChainedVersion | None = None
         self._files: list[tuple[PublishedDelta, Path, mmap.mmap]] = []  # a mapping holds its file
         self._since_whole = self._skipped = self._skips = 0  # versions
@@ -57,8 +61,10 @@ class DeltaChain:
         ``blocks``: those that this writer hashes; ``folder``: of the slot."""
         base, self._base = self._base, new
         is_next = base is not None and base.manifest == new.manifest and base.version < new.version
-        if base is None or not is_next or self._since_whole + 1 >= self._whole_every:
+        if begins := not is_next or self._since_whole + 1 >= self._whole_every:
             self._begin_again()
+        if base is None or not is_next or (begins and self._archive is None):
+            pass
         elif self._skips < self._skipped:
             self._skips += 1
         else:
@@ -71,9 +77,13 @@ class DeltaChain:
                 self._begin_again()
                 self._skips, self._skipped = 0, min(max(1, 2 * self._skipped), _MOST_SKIPPED)
             else:
-                self._since_whole, self._skips, self._skipped = self._since_whole + 1, 0, 0
+                self._since_whole, self._skips, self._skipped = self._since_whole + (not begins), 0, 0
                 if self._writers.rank == 0:
-                    self._write(folder, base, new, table, all_encoded)
+                    pieces = file_of(new.version, base.version, base.checksum, table, all_encoded)
+                    if self._archive is not None:
+                        self._archive.add(new.version, new.checksum, pieces)
+                    if not begins:
+                        self._write(folder, base, new, pieces)
         return tuple(delta for delta, _, _ in self._files)
 
     def close(self) -> None:
@@ -84,15 +94,7 @@ class DeltaChain:
         self._unlink(len(self._files))
         self._since_whole = 0
 
-    def _write(
-        self,
-        folder: Path,
-        base: ChainedVersion,
-        new: ChainedVersion,
-        table: np.ndarray,
-        encoded: Sequence[tuple[PayloadSection, bytes]],
-    ) -> None:
-        pieces = file_of(new.version, base.version, base.checksum, table, encoded)
+    def _write(self, folder: Path, base: ChainedVersion, new: ChainedVersion, pieces: Sequence[bytes]) -> None:
         path, size_bytes = folder / f"{self._stem}-{new.version}-delta.weights", sum(map(len, pieces))
         try:
             file_map = new_slot(path, size_bytes)

@@ -116,6 +116,26 @@ def chain_to(published: PublishedWeights, version: int, checksum: str) -> list[P
     return chain[::-1] if fits else []
 
 
+def delta_in(content: bytes, path: str, checksum: str) -> PublishedDelta:
+    """Describe the delta in a file's ``content`` as leading to the version of ``checksum``. Raises WeightsCorrupt."""
+    head, _, _ = _read_head(memoryview(content), path)
+    fields = {"version": head.version, "base": head.base, "base_checksum": head.base_checksum, "path": path}
+    return PublishedDelta(checksum=checksum, size_bytes=len(content), digest=digest_of([content]), **fields)
+
+
+def _read_head(content: memoryview, name: str) -> tuple[_Head, int, int]:
+    """The head of a delta's file, and the first bytes of its table and of its sections. Raises WeightsCorrupt."""
+    magic, head_bytes, table_bytes = _HEAD.unpack_from(content) if len(content) >= _HEAD.size else (b"", 0, 0)
+    if magic != _MAGIC:
+        raise WeightsCorrupt(f"{name} isn't a delta of this version of headway")
+    table_start = _HEAD.size + head_bytes
+    try:
+        head = msgspec.json.decode(content[_HEAD.size : table_start], type=_Head)
+    except msgspec.MsgspecError as error:
+        raise WeightsCorrupt(f"{name} has no head: {error}") from None
+    return head, table_start, table_start + table_bytes
+
+
 class DeltaContent:
     """The content of a delta's file, which is the one that was announced."""
 
@@ -124,15 +144,8 @@ class DeltaContent:
         self._content, name = memoryview(content), f"{delta.path}: the delta of version {delta.version}"
         if len(content) != delta.size_bytes or digest_of([content]) != delta.digest:
             raise WeightsCorrupt(f"{name} doesn't have {delta.size_bytes} bytes with the digest {delta.digest}")
-        head = _HEAD.unpack_from(content) if len(content) >= _HEAD.size else (b"", 0, 0)
-        magic, head_bytes, table_bytes = head
-        if magic != _MAGIC:
-            raise WeightsCorrupt(f"{name} isn't a delta of this version of headway")
-        self._table_start, self._start = _HEAD.size + head_bytes, _HEAD.size + head_bytes + table_bytes
-        try:
-            self._head = msgspec.json.decode(self._content[_HEAD.size : self._table_start], type=_Head)
-        except msgspec.MsgspecError as error:
-            raise WeightsCorrupt(f"{name} has no head: {error}") from None
+        self.delta = delta
+        self._head, self._table_start, self._start = _read_head(self._content, name)
         if (self._head.version, self._head.base) != (delta.version, delta.base):
             raise WeightsCorrupt(f"{name} is that of version {self._head.version} from {self._head.base}")
 

@@ -24,7 +24,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -36,8 +36,9 @@ from headway.runtime.nodes.handshake import HANDSHAKE_S, Admission, ConnectionRe
 from headway.runtime.nodes.listener import listen_on_first
 from headway.weights.deltas import DeltaContent, apply_deltas, chain_to, require_version
 from headway.weights.division import Range
-from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, table_start
+from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders, new_slot, table_start, version_in
 from headway.weights.slots import SlotLock, slot_stem
+from headway.weights.stores import StoreTransfer, StoreWriter, delta_name, open_store, problem_with, whole_name
 from headway.weights.transfers import ANSWER, CONNECTIONS, PATIENCE_S, REQUEST, MirrorTransfer, receive_exactly
 
 if TYPE_CHECKING:
@@ -92,12 +93,19 @@ class MirrorService:
         epoch: int,
         orphan_s: float,
         certificate: str = "",
+        store: str = "",
     ) -> None:
         """``host``: address of this machine for others; it listens on the first of ``ports`` that is free.
-        ``certificate``: with its key, of encrypted connections; empty: they aren't. Raises ConfigurationError when no
-        port is free."""
+        ``certificate``: with its key, of encrypted connections; empty: they aren't. ``store``: address of the one that
+        versions go through; empty: none. Raises ConfigurationError when no port is free, or there is no such store."""
         self._log = context.log
         self._stem = f"{slot_stem(run_id)}-{node or 'head'}"
+        self._store_stem, self._store_address = slot_stem(run_id), store
+        try:
+            self._store = open_store(store) if store else None
+        except OSError as error:
+            raise ConfigurationError(f"weights.exchange: {error}") from None
+        self._writer: StoreWriter | None = None
         self._key, self._epoch, self._orphan_s = key, epoch, orphan_s
         self._slots: dict[int, tuple[Path, mmap.mmap, SlotLock]] = {}  # by slot number
         self._next = 0
@@ -106,6 +114,7 @@ class MirrorService:
         self._changed = threading.Condition()
         # On this machine, by the trainer: the file, and which ranges it has (() for all), by version.
         self._published: dict[int, tuple[Path, Sequence[Range]]] = {}
+        self._held: dict[int, tuple[SlotLock, set[socket.socket]]] = {}  # of these, with those that fetch it, by version
         self._deltas: dict[int, tuple[PublishedDelta, mmap.mmap | None]] = {}  # by version; with what holds its file
         self._certificate = certificate
         self.served_bytes = self.versions_by_deltas = self.versions_whole = 0
@@ -127,15 +136,24 @@ class MirrorService:
             self._drop_deltas(published)
             for delta in published.deltas:
                 self._deltas.setdefault(delta.version, (delta, None))
-            if len(self._published) > SLOTS:
-                # The first, not the lowest version: the best one is published again at the end.
-                oldest_version = next(iter(self._published))
+            # The first, not the lowest version: the best one is published again at the end.
+            unheld_versions = [version for version in self._published if version not in self._held]
+            if len(unheld_versions) > SLOTS:
+                oldest_version = unheld_versions[0]
                 del self._published[oldest_version]
                 self._newest_overwritten = max(self._newest_overwritten, oldest_version)
             self._changed.notify_all()
 
+    def store_published(self, published: PublishedWeights) -> PublishedWeights:
+        """Put a version that was published on this machine into the store: see `StoreWriter.store`."""
+        assert self._store is not None, "called where there is one"
+        self._writer = self._writer or StoreWriter(self._store, self._store_stem)
+        return self._writer.store(published)
+
     def problem_with(self, source: str) -> str:
-        """Explain why nothing can be fetched from the mirror at ``source``; "" where it can."""
+        """Explain why nothing can be fetched from the mirror at ``source``, or from the store; "" where it can."""
+        if self._store_address and (why := problem_with(self._store_address, self._stem, default_folders())):
+            return f"weights.exchange: {why}"
         hello = Hello(purpose="mirror", subject="check", epoch=self._epoch)
         try:
             dial_coroutine = dial(source, self._key, hello, self._orphan_s, encrypted=bool(self._certificate))
@@ -152,19 +170,32 @@ class MirrorService:
             "versions_whole": self.versions_whole,
         }
 
-    def fetch(self, published: PublishedWeights, sources: Sequence[tuple[str, Sequence[Range]]]) -> PublishedWeights:
+    def fetch(
+        self,
+        published: PublishedWeights,
+        sources: Sequence[tuple[str, Sequence[Range]]],
+        stored: PublishedWeights | None = None,
+    ) -> PublishedWeights:
         """Fetch a version from mirrors, by deltas where they lead from one that is here; returns its location here.
         ``sources``: addresses, and the ranges of the file that come from each; of the only one they may be (), all. The
-        first has the deltas. Raises WeightsCorrupt when the transfer breaks or the version is gone there: nothing of it
+        first has the deltas. Without sources it comes from the store, where ``stored`` is the whole version. Raises WeightsCorrupt when the transfer breaks or the version is gone there: nothing of it
         can be read then."""
+        delta_source = sources[0][0] if sources else ""
         try:
-            incoming = self._fetch_deltas(published, sources[0][0])
+            incoming = self._fetch_deltas(published, delta_source)
         except (WeightsCorrupt, OSError) as error:
             self._log.warning("version %d is fetched whole: %s", published.version, error)
             incoming = None
         if incoming is None:
-            incoming = self._fetch_whole(published, sources)
+            incoming = self._fetch_whole(stored or published, sources)
             self.versions_whole += 1
+            if stored is not None and stored.checksum != published.checksum:
+                incoming.lock.release()
+                with self._changed:
+                    incoming.complete = True
+                incoming = self._fetch_deltas(published, delta_source)
+                if incoming is None:
+                    raise WeightsCorrupt(f"no deltas lead to version {published.version} from {stored.version}")
         else:
             self.versions_by_deltas += 1
         incoming.lock.release()
@@ -181,10 +212,13 @@ class MirrorService:
         with ExitStack() as stack:
             connect = self._connector(published.version, CONNECTIONS)
             opened = (MirrorTransfer(source, published.version, connect, ranges) for source, ranges in sources)
-            transfers = [stack.enter_context(transfer) for transfer in opened]
+            transfers: list[MirrorTransfer | StoreTransfer] = [stack.enter_context(transfer) for transfer in opened]
+            if self._store is not None and not sources:
+                name = whole_name(self._store_stem, published)
+                transfers = [StoreTransfer(self._store, name, published.version)]
             incoming = self._begin(published, transfers[0].size)
 
-            def receive(transfer: MirrorTransfer) -> None:
+            def receive(transfer: MirrorTransfer | StoreTransfer) -> None:
                 try:
                     transfer.receive_into(incoming.content, partial(self._arrived, incoming))
                 except BaseException:
@@ -242,7 +276,13 @@ class MirrorService:
         present, file_map = self._deltas.get(delta.version, (None, None))
         if present is not None and present.digest == delta.digest:
             return DeltaContent(present, Path(present.path).read_bytes())
-        with MirrorTransfer(source, delta.version, self._connector(delta.version, 1), is_delta=True) as transfer:
+        with ExitStack() as stack:
+            if self._store is not None and not source:
+                name = delta_name(self._store_stem, delta)
+                transfer = StoreTransfer(self._store, name, delta.version, is_delta=True)
+            else:
+                connect = self._connector(delta.version, 1)
+                transfer = stack.enter_context(MirrorTransfer(source, delta.version, connect, is_delta=True))
             if transfer.size != delta.size_bytes:
                 raise WeightsCorrupt(f"the delta of version {delta.version} at {source} has {transfer.size} bytes")
             transfer.receive_into(memoryview(content := bytearray(transfer.size)), lambda first, last: True)
@@ -268,6 +308,8 @@ class MirrorService:
     def close(self) -> None:
         """Stop listening and remove the files; replicas that still map one keep what they have."""
         asyncio.run_coroutine_threadsafe(self._listener.close(), self._loop).result(HANDSHAKE_S)
+        if self._writer is not None:
+            self._writer.close()
         for path, _, lock in self._slots.values():
             path.unlink(missing_ok=True)
             lock.close()
@@ -335,13 +377,15 @@ class MirrorService:
     def _serve(self, sock: socket.socket) -> None:
         with sock, suppress(OSError):  # the other mirror has finished, or is gone
             sock.setblocking(True)
-            while request := receive_exactly(sock, REQUEST.size):
-                self._answer(sock, *REQUEST.unpack(request))
+            try:
+                while request := receive_exactly(sock, REQUEST.size):
+                    self._answer(sock, *REQUEST.unpack(request))
+            finally:
+                self._release(sock)
 
     def _answer(self, sock: socket.socket, is_delta: bool, version: int, offset: int, count: int) -> None:
         try:
-            path = self._delta_path(version) if is_delta else self._file(version, offset, count)
-            with path.open("rb") as file:
+            with self._opened(sock, is_delta, version, offset, count) as file:
                 file_bytes = os.fstat(file.fileno()).st_size
                 if offset + count > file_bytes:
                     raise FileNotFoundError
@@ -356,6 +400,38 @@ class MirrorService:
                     self.served_bytes += sent_bytes
         except FileNotFoundError:
             sock.sendall(ANSWER.pack(False, 0))
+
+    def _opened(self, sock: socket.socket, is_delta: bool, version: int, offset: int, count: int) -> IO[bytes]:
+        """Open what a connection asks for. The publisher's file is locked until that ends: it is not overwritten, so
+        that a slow reader has a version in the end. Raises FileNotFoundError where it isn't there."""
+        if is_delta:
+            return self._delta_path(version).open("rb")
+        path = self._file(version, offset, count)
+        with self._changed:
+            if version not in self._published or path != self._published[version][0]:
+                return path.open("rb")
+            if version not in self._held:
+                lock = SlotLock(path)
+                self._held[version] = lock, set()
+                if not lock.acquire(exclusive=False) or version_in(lock.read(0, HEADER.size)) != version:
+                    self._let_go(version)
+                    raise FileNotFoundError
+            lock, readers = self._held[version]
+            readers.add(sock)
+            return lock.open()
+
+    def _release(self, sock: socket.socket) -> None:
+        """Note that a connection has ended."""
+        with self._changed:
+            for version, (_, readers) in list(self._held.items()):
+                readers.discard(sock)
+                if not readers:
+                    self._let_go(version)
+
+    def _let_go(self, version: int) -> None:
+        lock, _ = self._held.pop(version)
+        lock.release()
+        lock.close()
 
     def _file(self, version: int, offset: int, count: int) -> Path:
         """The file of a version, once the bytes asked for are there. Raises FileNotFoundError when they won't be."""

@@ -32,6 +32,7 @@ from torch import Tensor
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
 from headway.weights.checksums import PassSeconds, differing_block, hash_blocks, hash_lanes, root_of
+from headway.weights.delta_archive import DeltaArchive
 from headway.weights.delta_chain import DeltaChain
 from headway.weights.device_memory import DeviceMemory, lane_sums
 from headway.weights.division import Extent, PayloadDivision
@@ -56,7 +57,7 @@ class Publisher:
     the host runs beside the device's next work; or, with ``exports`` and space, it has the payload of all slots.
     ``writers``: ranks that publish together, with this one among them; None: it publishes alone.
     ``whole_every``: each version has a delta from the one before it (see `DeltaChain`), but so many, the first of all;
-    1: none has. A version that stays in device memory has none.
+    1: none has. A version that stays in device memory has none. ``archive``: keeps the deltas; of all writers, or none.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Publisher:
         snapshots: bool = True,
         writers: Writers | None = None,
         whole_every: int = 1,
+        archive: DeltaArchive | None = None,
     ) -> None:
         if slots < 2:
             raise ConfigurationError(f"weights: slots = {slots}: at least 2, or a reader always races the writer")
@@ -80,7 +82,7 @@ class Publisher:
         self._memory, self._exports, self._snapshots = memory, exports, snapshots and not exports
         self._folders = [Path(directory)] if directory is not None else default_folders()
         self._writers: Writers = writers or OneWriter()
-        self._chain = DeltaChain(self._stem, whole_every, self._writers) if whole_every > 1 else None
+        self._chain = DeltaChain(self._stem, whole_every, self._writers, archive) if whole_every > 1 or archive else None
         self._division: tuple[bytes, list[Extent], PayloadDivision] | None = None  # with the layout's manifest
         self._open: dict[int, Slot] = {}
         self._next = 0

@@ -124,11 +124,11 @@ class Replica:
         await self.onloaded.wait()
         return await self._call_worker("score", probe)
 
-    def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
-        """The replica's standing for routing."""
-        return standing_of(self._condition(now), newest_update, grace_s)
+    def standing(self, now: float, newest_update: int, grace_s: float, oldest_version: int) -> Standing:
+        """The replica's standing for routing. ``oldest_version``: that takes requests where there are newer ones."""
+        return standing_of(self._condition(now, oldest_version), newest_update, grace_s)
 
-    def _condition(self, now: float) -> ReplicaCondition:
+    def _condition(self, now: float, oldest_version: int) -> ReplicaCondition:
         """The replica's state as the rules of ``control.routing.replicas`` take it."""
         return ReplicaCondition(
             live=self.live,
@@ -138,6 +138,7 @@ class Replica:
             silent=self.silent,
             allowed=self.breaker.allows(now),
             update=self.update,
+            outdated=self.version < oldest_version,
             updating_s=None if self.updating_since_s is None else now - self.updating_since_s,
         )
 

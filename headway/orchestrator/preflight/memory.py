@@ -127,6 +127,7 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
         checkpoint_bytes += kept_checkpoints * _saved_bytes(*critic, trained_weights(*critic))
     version_bytes = weight_count * bytes_of(experiment.generator.dtype)
     published = {"versions": _PUBLISHED_VERSIONS * version_bytes}
+    kept_delta_bytes = experiment.checkpoint.delta_bytes
     if len(_published_to(experiment)) > 1 and experiment.weights.whole_every > 1:
         published["deltas"] = int(MOST_OF_WHOLE * version_bytes)
     experts, set_bytes = expert_bytes(experiment), kept_set_bytes(experiment, model)
@@ -138,7 +139,7 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
         (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
         *([] if experiment.control.mode == "off" else [controller_use]),
         *(("published weights", location, published) for location in _published_to(experiment)),
-        ("checkpoints", run, {"checkpoints": checkpoint_bytes, "best": 2 * 4 * weight_count}),
+        ("checkpoints", run, {"checkpoints": checkpoint_bytes + kept_delta_bytes, "best": 2 * 4 * weight_count}),
         ("buffer", run, {"payloads": (trained_tokens + open_tokens) * (_TOKEN_BYTES_ON_DISK + experts)} | all_sets),
         *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]
