@@ -103,7 +103,7 @@ class GeneratorPool:
             on_event=self._on_event,
         )
         self._updates = VersionUpdates(clock, self._apply)
-        self._updating = asyncio.Lock()
+        self._updating, self._voided = asyncio.Lock(), list[str]()  # of `take_voided`
         self.prompts = PromptCalls(self._replicas, clock, self._require_running)
         self._supervisors: dict[str, asyncio.Task[None]] = {}  # by replica
         self._stopping = False
@@ -164,6 +164,11 @@ class GeneratorPool:
         versions = [replica.version for replica, standing in standings if replica.live and standing != "behind"]
         newest = self._updates.newest
         return min(versions, default=newest.version if newest is not None else 0)
+
+    def take_voided(self) -> list[str]:
+        """See :class:`headway.records.clients.Generator`."""
+        voided, self._voided = self._voided, []
+        return voided
 
     async def score(self, probe: Probe) -> list[ProbeScores]:
         """See :class:`headway.records.clients.Generator`."""
@@ -464,6 +469,8 @@ class GeneratorPool:
             replica.updating_since_s = None
         if applied.damage:
             self._on_event("weights_damaged", f"{replica.name}: {applied.damage}", replica=replica.index)
+            self._voided += replica.answered
+        replica.answered.clear()
         replica.version, replica.update, replica.epoch = applied.version, number, replica.epoch + 1
         self._router.standings(self._clock.now(), [replica])  # from now on others that lack it are behind
         self._settle()  # it may have been behind

@@ -173,6 +173,10 @@ class FakeGenerator:
             for in_flight, token_count in update_counts
         ]
 
+    def take_voided(self) -> list[str]:
+        """See :class:`headway.records.clients.Generator`. The fake has no weights."""
+        return []
+
     async def score(self, probe: Probe) -> list[ProbeScores]:
         """See :class:`headway.records.clients.Generator`. The fake has no model, so it returns no scores."""
         return []

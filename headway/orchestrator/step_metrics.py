@@ -341,6 +341,7 @@ class StepMetrics:
             record,
             flow=flow,
             engines=EngineLoad.total(engines),
+            replica_versions=tuple(engine.version for engine in engines),
             router=_since(former_routing, routing) if routing != RouterStatistics() else None,
             tokens=record.tokens and msgspec.structs.replace(record.tokens, generated_per_s=generated_per_s),
             sandboxes=self._sandboxes_since(sandboxes),

@@ -63,6 +63,11 @@ class Generator(Protocol):
         but those that take much longer than others."""
         ...
 
+    def take_voided(self) -> list[str]:
+        """Ids of ended requests that a replica may have sampled from weights that had changed in its memory, found
+        since the last call. Those that were open then end with an error."""
+        ...
+
     async def score(self, probe: Probe) -> list[ProbeScores]:
         """Scores of ``probe`` by every live replica that has applied the newest weights; open requests don't change."""
         ...

@@ -297,6 +297,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     # sections by subject
     engines: EngineLoad | None = None
     weights: WeightsStatistics | None = None
+    replica_versions: tuple[int, ...] = ()  # that each replica has applied, in order
     router: RouterStatistics | None = None  # its counters: since the step before
     tokens: TokenStatistics | None = None
     lengths: LengthStatistics | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ _FACTORY = "headway.generator.service:GeneratorService"
 # A replica serves calls between two decode steps. One that takes ten minutes is stuck and is killed, though its
 # worker's health checks see nothing: another thread answers them.
 _CALL_TIMEOUT_S = 600.0
+_ANSWERED = 1 << 16
 
 
 class Replica:
@@ -58,6 +60,7 @@ class Replica:
         self.update = 0  # number of the update it applied last; 0: none, it has the model at the configured path
         self.calls: dict[str, OpenRequest] = {}  # by ticket
         self.outstanding_tokens = 0
+        self.answered = deque[str](maxlen=_ANSWERED)  # requests that have ended here since the last update
         self.outbox: dict[str, OpenRequest] = {}  # by ticket: to be submitted in one call
         self.aborts: list[str] = []
         self.flushing = False

@@ -450,6 +450,7 @@ class Router:
                 if was_probe:
                     self._settle_soon()
             if delta.finish_reason is not None:
+                replica.answered.append(call.request.request_id)
                 if delta.finish_reason != "error":
                     self._remember_session(call, replica)
                 self._release(call)

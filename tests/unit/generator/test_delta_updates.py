@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_flips_in_memory_are_found_named_and_repaired(replica: Replica, publishe
         replica.update(publisher.publish(version, replica.step()))
     names = list(weights_of(replica.engine._model))
     generator, voided_requests = torch.Generator().manual_seed(5), 0
-    for trial in range(6):
+    for trial in range(int(os.environ.get("FLIPS", "6"))):
         weights = weights_of(replica.engine._model)
         name = names[int(torch.randint(len(names), (), generator=generator))]
         stored = weights[name].detach().view(torch.uint8).view(-1)
