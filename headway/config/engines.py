@@ -142,7 +142,7 @@ def _require_devices(experiment: Experiment) -> None:
         if name.startswith("http://"):
             raise ValueError(f"trainer.devices has {name!r}: valid: cuda:N, cpu:N or cpu:N-M")
     if (exchange := experiment.weights.exchange) is not None and is_served == ("://" in exchange):
-        valid = "a folder, which the servers read" if is_served else "s3://BUCKET/PREFIX, http://HOST/PREFIX, file:///DIR"
+        valid = "a folder that servers read" if is_served else "s3://BUCKET/PREFIX, http://HOST/PREFIX, file:///DIR"
         raise ValueError(f"weights.exchange: valid for generator.engine = {generator.engine!r}: {valid}")
     if exchange is not None and not is_served and not experiment.cluster.nodes:
         raise ValueError("weights.exchange has no effect: without cluster.nodes all processes share this memory")

@@ -325,7 +325,7 @@ class TrainerConfig(Section):
 
 class WeightsConfig(Section):
     # Tune: a bucket where nodes have no fast links to the trainer's machine, or are behind firewalls
-    exchange: str | None = None  # vllm-server: folder that it reads weights from; else: s3:// or http:// store for nodes
+    exchange: str | None = None  # vllm-server: folder that it reads weights from; else: s3:// or http:// of a store
     # Tune: raise it when applying weights costs the generator much (report: apply, pause) and the budget has room
     steps_per_publish: Positive = 1  # every n-th version is published; queue.budget must be >= n - 1
     # Tune: 1 where nodes have links as fast as memory: finding what has changed takes longer than it saves

@@ -19,8 +19,8 @@ import msgspec
 from headway.config.schema import GAE, Experiment, HostMemory
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.rates.generation import GenerationRecipe, ReplicaRates
-from headway.control.rates.specs import ModelFigures, Parallelism, RatedDevice
 from headway.control.rates.links import delta_bytes
+from headway.control.rates.specs import ModelFigures, Parallelism, RatedDevice
 from headway.control.rates.training import TrainerRates, TrainingRecipe, publish_s
 from headway.models.sizes import ModelSizes, logit_rows
 from headway.orchestrator.preflight.capacity import with_trainer

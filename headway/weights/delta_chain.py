@@ -40,9 +40,7 @@ class DeltaChain:
     delta would take more than `MOST_OF_WHOLE`, as for float32; after such a one the next 1, 2, 4, ... aren't tried.
     """
 
-    def __init__(
-        self, stem: str, whole_every: int, writers: Writers, archive: DeltaArchive | None = None
-    ) -> None:
+    def __init__(self, stem: str, whole_every: int, writers: Writers, archive: DeltaArchive | None = None) -> None:
         """``stem``: of the files' names. ``archive``: gets all deltas, also those at which a chain begins again; all
         writers have one, or none has."""
         self._stem, self._whole_every, self._writers, self._archive = stem, whole_every, writers, archive

@@ -97,7 +97,7 @@ class MirrorService:
     ) -> None:
         """``host``: address of this machine for others; it listens on the first of ``ports`` that is free.
         ``certificate``: with its key, of encrypted connections; empty: they aren't. ``store``: address of the one that
-        versions go through; empty: none. Raises ConfigurationError when no port is free, or there is no such store."""
+        versions go through; empty: none. Raises ConfigurationError when no port is free, or no such store is there."""
         self._log = context.log
         self._stem = f"{slot_stem(run_id)}-{node or 'head'}"
         self._store_stem, self._store_address = slot_stem(run_id), store
@@ -114,7 +114,7 @@ class MirrorService:
         self._changed = threading.Condition()
         # On this machine, by the trainer: the file, and which ranges it has (() for all), by version.
         self._published: dict[int, tuple[Path, Sequence[Range]]] = {}
-        self._held: dict[int, tuple[SlotLock, set[socket.socket]]] = {}  # of these, with those that fetch it, by version
+        self._held: dict[int, tuple[SlotLock, set[socket.socket]]] = {}  # of these, with who fetches it, by version
         self._deltas: dict[int, tuple[PublishedDelta, mmap.mmap | None]] = {}  # by version; with what holds its file
         self._certificate = certificate
         self.served_bytes = self.versions_by_deltas = self.versions_whole = 0
@@ -178,8 +178,8 @@ class MirrorService:
     ) -> PublishedWeights:
         """Fetch a version from mirrors, by deltas where they lead from one that is here; returns its location here.
         ``sources``: addresses, and the ranges of the file that come from each; of the only one they may be (), all. The
-        first has the deltas. Without sources it comes from the store, where ``stored`` is the whole version. Raises WeightsCorrupt when the transfer breaks or the version is gone there: nothing of it
-        can be read then."""
+        first has the deltas. Without sources it comes from the store, where ``stored`` is the whole version. Raises
+        WeightsCorrupt when the transfer breaks or the version is gone there: nothing of it can be read then."""
         delta_source = sources[0][0] if sources else ""
         try:
             incoming = self._fetch_deltas(published, delta_source)

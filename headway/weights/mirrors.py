@@ -29,8 +29,8 @@ class Mirrors:
 
     The nodes that want a version form a chain in the order in which they ask: the first fetches from the trainer's
     machine, each other one from the last before it that isn't much slower, while that is still fetching. A node whose
-    predecessor fails fetches from the trainer's machine. Where the trainer's ranks have published a version on several nodes, each of
-    them is the source of its part, and fetches the others' if it needs the version.
+    predecessor fails fetches from the trainer's machine. Where the trainer's ranks have published a version on several
+    nodes, each of them is the source of its part, and fetches the others' if it needs the version.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class Publisher:
     the host runs beside the device's next work; or, with ``exports`` and space, it has the payload of all slots.
     ``writers``: ranks that publish together, with this one among them; None: it publishes alone.
     ``whole_every``: each version has a delta from the one before it (see `DeltaChain`), but so many, the first of all;
-    1: none has. A version that stays in device memory has none. ``archive``: keeps the deltas; of all writers, or none.
+    1: none has. A version that stays in device memory has none. ``archive``: keeps deltas; of all writers, or none.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class Publisher:
         self._memory, self._exports, self._snapshots = memory, exports, snapshots and not exports
         self._folders = [Path(directory)] if directory is not None else default_folders()
         self._writers: Writers = writers or OneWriter()
-        self._chain = DeltaChain(self._stem, whole_every, self._writers, archive) if whole_every > 1 or archive else None
+        self._chain = (
+            DeltaChain(self._stem, whole_every, self._writers, archive) if whole_every > 1 or archive else None
+        )
         self._division: tuple[bytes, list[Extent], PayloadDivision] | None = None  # with the layout's manifest
         self._open: dict[int, Slot] = {}
         self._next = 0

@@ -134,29 +134,30 @@ class StoreWriter:
         as it was published. Raises WeightsCorrupt where the store fails."""
         for delta in published.deltas:
             if delta.digest not in self._deltas:
-                name = delta_name(self._stem, delta)
-                again(f"version {delta.version} can't be stored", lambda: self._store.write(name, Path(delta.path)))
-                self._deltas[delta.digest] = name
+                self._deltas[delta.digest] = self._put(delta_name(self._stem, delta), delta)
         newest = self._whole[-1] if self._whole else None
         leads = newest is not None and bool(chain_to(published, newest.version, newest.checksum))
         if newest is None or not (leads or newest.checksum == published.checksum):
-            name = whole_name(self._stem, published)
-            again(f"version {published.version} can't be stored", lambda: self._store.write(name, Path(published.path)))
+            self._put(whole_name(self._stem, published), published)
             self._whole.append(published)
         self._remove_old(published)
         return self._whole[-1]
 
     def close(self) -> None:
         """Remove all objects."""
-        for name in [*self._deltas.values(), *(whole_name(self._stem, whole) for whole in self._whole)]:
+        for name in [*self._deltas.values(), *(whole_name(self._stem, version) for version in self._whole)]:
             self._remove(name)
+
+    def _put(self, name: str, file: PublishedDelta | PublishedWeights) -> str:
+        again(f"version {file.version} can't be stored", lambda: self._store.write(name, Path(file.path)))
+        return name
 
     def _remove_old(self, published: PublishedWeights) -> None:
         digests = {delta.digest for delta in published.deltas}
         for digest in self._deltas.keys() - digests:
             self._remove(self._deltas.pop(digest))
-        for whole in self._whole[:-_KEPT_WHOLE]:
-            self._remove(whole_name(self._stem, whole))
+        for old in self._whole[:-_KEPT_WHOLE]:
+            self._remove(whole_name(self._stem, old))
         del self._whole[:-_KEPT_WHOLE]
 
     def _remove(self, name: str) -> None:

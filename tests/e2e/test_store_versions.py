@@ -111,7 +111,9 @@ def s3_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     server_file = Path(__file__).parents[1] / "support" / "faulty_store.py"
     with subprocess.Popen([sys.executable, server_file, str(port), "0.05"], stderr=subprocess.DEVNULL) as server:
-        address = f"s3://bucket/run?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1&allow_bucket_creation=1"
+        address = (
+            f"s3://bucket/run?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1&allow_bucket_creation=1"
+        )
         from pyarrow import fs
 
         for _ in range(100):

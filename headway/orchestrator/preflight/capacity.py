@@ -232,7 +232,8 @@ def link_findings(experiment: Experiment, model: ModelSizes) -> Findings:
     if not any(parse_device(device).node for device in generator.devices):
         return findings
     version_bytes = float(trained_weights(experiment, model) * bytes_of(generator.dtype))
-    share = changed_share(experiment.trainer.learning_rate, generator.dtype) if experiment.weights.whole_every > 1 else 1
+    share = changed_share(experiment.trainer.learning_rate, generator.dtype)
+    share = share if experiment.weights.whole_every > 1 else 1.0
     sent_bytes = delta_bytes(version_bytes, share)
     times = [
         f"{update_s(version_bytes, rate / 8, share):.2g} s over {rate / 1e9:g} Gbit/s"

@@ -134,6 +134,7 @@ BUDGETS = {  # feature -> lines
     "A trainer whose ranks divide the model, its tokens and its experts; files and versions by rows": 2_400,
     "Objectives as streams: teachers, demonstrations, answers of tools, a rule for each source": 2_400,
     "Critics, passes over a batch, entropy, averages of weights, Muon": 1_200,
+    "Weights as verified deltas: over any link, through stores, kept with checkpoints; slow replicas; flips": 1_500,
 }
 MOST_LINES = 79_316 + sum(BUDGETS.values())
 

@@ -306,7 +306,8 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         for request in self._table.requests[: self._rows] if self._damage else ():
             if request is not None:
                 self._end_running(request, "error", f"the engine's weights were damaged: {self._damage}")
-                self._deltas[-1] = msgspec.structs.replace(self._deltas[-1], void=True, data=b"", version=-1, token_rows={})
+                voided = {"void": True, "data": b"", "version": -1, "token_rows": {}}
+                self._deltas[-1] = msgspec.structs.replace(self._deltas[-1], **voided)
 
     def update_weights(
         self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, *, adopt: bool = False
