@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,8 @@ from headway.records.generation import PublishedWeights
 from headway.weights import mirror
 from headway.weights.mirror import MirrorService
 from headway.weights.shared_memory import Publisher, Subscriber
-from headway.weights.slot_file import new_slot
+from headway.weights.slot_file import new_slot, version_in
+from headway.weights.transfers import CONNECTIONS, MirrorTransfer
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(90)]
 
@@ -191,3 +193,29 @@ def test_nothing_of_a_delta_can_be_read_when_both_ways_fail(mirrors: dict[str, M
         b.fetch(published, [("127.0.0.1:1", ())])
     held_first = Subscriber().fetch(copy)
     assert held_first["b"][0, 0] == 1.0
+
+
+def test_a_version_that_a_slow_node_fetches_is_not_overwritten(
+    mirrors: dict[str, MirrorService], publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headway.weights.shared_memory._READERS_S", 0.01)
+    weights = Weights(kilobytes=400)
+    a, b, *_ = mirrors.values()
+    first = publisher.publish(0, weights.step())
+    a.serve_published(first)
+    with MirrorTransfer(a.address(), 0, b._connector(0, CONNECTIONS)) as transfer:
+        for version in range(1, 9):
+            published = publisher.publish(version, weights.step())
+            a.serve_published(published)
+            assert weights.are(fetched(b, published, a))
+        content = bytearray(transfer.size)
+        transfer.receive_into(memoryview(content), lambda first, last: True)
+        assert version_in(transfer.header) == 0
+        assert a._held.keys() == {0}
+    with pytest.raises(WeightsCorrupt), MirrorTransfer(a.address(), 1, b._connector(1, CONNECTIONS)):
+        pass
+    for _ in range(100):
+        if not a._held:
+            break
+        time.sleep(0.05)
+    assert not a._held, "it is let go when the connections end"

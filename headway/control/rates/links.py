@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 # Bits of a changed value's difference from its base, coded: most are one step of bfloat16 up or down. Measured on a
-# model of 48 M parameters: benchmarks/results/weight-deltas.txt.
+# model of 48 M parameters: benchmarks/weight_update.py --delta.
 _DIFFERENCE_BITS = 2.0
 _CODING = 1.1  # times the entropy
 _ENCODED_BYTES_PER_S = 0.4e9  # of a version's bytes, by one core

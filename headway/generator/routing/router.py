@@ -252,7 +252,8 @@ class Router:
         candidates = self._candidates(now_s, saved_by_index, needed_tokens) if takes_any else self._replicas
         standings = self.standings(now_s, candidates)
         if any(is_older):
-            standings = ["behind" if older else standing for older, standing in zip(is_older, standings, strict=True)]
+            of_newer: list[Standing] = ["behind" if old else s for old, s in zip(is_older, standings, strict=True)]
+            standings = of_newer
         if call.refused_by:  # prefer other replicas; retry there if there is no other
             filtered: list[Standing] = [s if i not in call.refused_by else "down" for i, s in enumerate(standings)]
             standings = filtered if any(standing in _ACCEPTING for standing in filtered) else standings

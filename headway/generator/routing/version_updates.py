@@ -40,7 +40,9 @@ class VersionUpdates:
         pending, first_s, patience_s = set(tasks), None, None
         try:
             while pending and (patience_s is None or patience_s > 0):
-                _, pending = await asyncio.wait(pending, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                done, pending = await asyncio.wait(pending, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
                 if leave_slow and any(task.done() and not task.exception() for task in tasks):
                     elapsed_s = self._clock.now() - started_s
                     first_s = elapsed_s if first_s is None else first_s
