@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -145,26 +146,25 @@ class StoreWriter:
 
     def close(self) -> None:
         """Remove all objects."""
-        for name in [*self._deltas.values(), *(whole_name(self._stem, version) for version in self._whole)]:
-            self._remove(name)
+        self._remove([*self._deltas.values(), *(whole_name(self._stem, version) for version in self._whole)])
 
     def _put(self, name: str, file: PublishedDelta | PublishedWeights) -> str:
         again(f"version {file.version} can't be stored", lambda: self._store.write(name, Path(file.path)))
         return name
 
     def _remove_old(self, published: PublishedWeights) -> None:
-        digests = {delta.digest for delta in published.deltas}
-        for digest in self._deltas.keys() - digests:
-            self._remove(self._deltas.pop(digest))
-        for old in self._whole[:-_KEPT_WHOLE]:
-            self._remove(whole_name(self._stem, old))
+        old_digests = self._deltas.keys() - {delta.digest for delta in published.deltas}
+        old_names = [whole_name(self._stem, old) for old in self._whole[:-_KEPT_WHOLE]]
         del self._whole[:-_KEPT_WHOLE]
+        self._remove([*old_names, *map(self._deltas.pop, old_digests)])
 
-    def _remove(self, name: str) -> None:
-        try:
-            self._store.remove(name)
-        except OSError as error:
-            logging.getLogger(__name__).warning("%s stays in the store: %s", name, error)
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                again(name, partial(self._store.remove, name))
+            except WeightsCorrupt as error:
+                logging.getLogger(__name__).warning("objects stay in the store: %s", error)
+                return
 
 
 def whole_name(stem: str, published: PublishedWeights) -> str:

@@ -33,10 +33,12 @@ class VersionUpdates:
     async def announce(
         self, weights: PublishedWeights, replicas: Sequence[Replica], *, leave_slow: bool
     ) -> list[AppliedWeights | BaseException]:
-        """Apply a version on ``replicas`` concurrently; returns their outcomes. ``leave_slow``: without those that take
-        more than twice as long as the first one, and at least a second longer. They go on."""
+        """Apply a version on ``replicas`` concurrently; returns their outcomes. ``leave_slow``: without those that
+        still apply an older one, or take more than twice as long as the first one, and at least a second longer. They
+        go on."""
         self.newest, self.count, started_s = weights, self.count + 1, self._clock.now()
-        tasks = [self._begin(replica) for replica in replicas]
+        busy_tasks = {task for task in self._tasks.values() if not task.done()} if leave_slow else set()
+        tasks = [task for replica in replicas if (task := self._begin(replica)) not in busy_tasks]
         pending, first_s, patience_s = set(tasks), None, None
         try:
             while pending and (patience_s is None or patience_s > 0):
