@@ -43,7 +43,7 @@ class FakeTrainer:
         """``link_s``: from a version's snapshot, which takes ``publish_s``, until it is where the generator reads it,
         beside the next step. ``flops_per_token``: of forward and backward, for MFU. ``keep_batches``: whether
         ``batches`` is filled. ``lost_s``: returns the seconds of training lost so far to other work on the device; it
-        grows more slowly than time. ``on_work`` is called with True when computation begins and with False when it ends."""
+        grows more slowly than time. ``on_work`` is called with True when computation begins, False when it ends."""
         self._on_work = on_work
         self._lost_s = lost_s
         self._flops_per_token = flops_per_token
