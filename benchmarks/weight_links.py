@@ -3,10 +3,10 @@
     python benchmarks/weight_links.py [--steps 12] [--only slow,whole]
 
 A model of 49 M parameters, trained in float32 at 1e-6 and published in bfloat16 to the `torch` engine, η = 4. Rows:
-`fast`, links without a limit; `slow`, the trainer's uplink at 20 Mbit/s, over which a whole version takes 39 s; `whole`,
-the same without deltas; `one`, one generator without a limit; `beside`, a second one behind 2 Mbit/s. Prints one JSON
-object a run: samples a second from the third step on, versions that came by deltas, the largest staleness trained on,
-overdue rollouts, each replica's versions at the end. Needs root.
+`fast`, links without a limit; `slow`, the trainer's uplink at 20 Mbit/s, over which a whole version takes 39 s;
+`whole`, the same without deltas; `one`, one generator without a limit; `beside`, a second one behind 2 Mbit/s. Prints
+one JSON object a run: samples a second from the third step on, deltas' shares of whole versions, the largest staleness
+trained on, overdue rollouts, each replica's version at the end of each step. Needs root.
 """
 
 from __future__ import annotations
