@@ -39,7 +39,7 @@ path = "{model}"
 [tasks.train]
 path = "{tasks}"
 [verifier]
-name = "numeric"
+name = "spread_reward:score"
 [rollout]
 group_size = 4
 max_prompt_tokens = 32
@@ -109,7 +109,7 @@ def measure(
         "run": name,
         "samples_per_s": round(sum(step.samples for step in later) / sum(step.step_s for step in later), 3),
         "step_s": [round(step.step_s, 1) for step in lines],
-        "delta_share": [round(s.weights.delta_bytes / s.weights.size_bytes, 4) for s in later if s.weights],
+        "delta_share": [round(s.weights.delta_bytes / s.weights.size_bytes, 5) for s in later if s.weights],
         "encode_s": [round(s.weights.encode_s, 2) for s in later if s.weights],
         "max_staleness": audit.max_staleness,
         "violations": audit.violations,
@@ -126,7 +126,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.directory.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks" / "parts")])
     tasks = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 50) for b in range(10, 20)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     if not (folder / "model").exists():
