@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 # Bits of a changed value's difference from its base, coded: most are one step of bfloat16 up or down. Measured on a
-# model of 48 M parameters: benchmarks/weight_update.py --delta.
-_DIFFERENCE_BITS = 2.0
+# model of 48 M parameters: benchmarks/weight_update.py --delta. Where more change, by longer steps; this is estimated.
+_DIFFERENCE_BITS, _MORE_BITS = 2.0, 6.0
 _CODING = 1.1  # times the entropy
 _ENCODED_BYTES_PER_S = 0.4e9  # of a version's bytes, by one core
 _MOST_OF_WHOLE = 0.4  # that deltas may take
@@ -33,7 +33,8 @@ def delta_bytes(version_bytes: float, changed: float, value_bytes: int = 2) -> f
     if not 0 < changed < 1:
         return version_bytes if changed else 0.0
     position_bits = -(changed * math.log2(changed) + (1 - changed) * math.log2(1 - changed))
-    share = _CODING * (position_bits + changed * _DIFFERENCE_BITS) / (8 * value_bytes)
+    difference_bits = _DIFFERENCE_BITS + _MORE_BITS * changed
+    share = _CODING * (position_bits + changed * difference_bits) / (8 * value_bytes)
     return version_bytes * (share if share <= _MOST_OF_WHOLE else 1.0)
 
 

@@ -146,13 +146,13 @@ def test_steps_that_a_restart_undoes_leave_no_delta_that_is_used(run: TrainedRun
 
 
 def test_bytes_are_limited(tmp_path: Path):
-    run = TrainedRun(tmp_path, delta_bytes=20_000)
+    run = TrainedRun(tmp_path, delta_bytes=4_000)
     run.publish()
     run.train(30)
     sizes = [path.stat().st_size for path in (run.folder / DELTAS).iterdir()]
     run.service.close()
     assert 2 <= len(sizes) < 30
-    assert sum(sizes) <= 20_000
+    assert sum(sizes) <= 4_000
 
 
 def test_checkpoint_of_another_run_is_refused(run: TrainedRun, tmp_path: Path):
