@@ -31,20 +31,21 @@ from torch import Tensor
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.weights.checksums import PassSeconds, differing_block, hash_blocks, hash_lanes, root_of
+from headway.weights.checksums import PassSeconds, differing_block, hash_blocks, hash_lanes
 from headway.weights.delta_archive import DeltaArchive
 from headway.weights.delta_chain import DeltaChain
+from headway.weights.deltas import chain_to
 from headway.weights.device_memory import DeviceMemory, lane_sums
 from headway.weights.division import Extent, PayloadDivision
 from headway.weights.layout import Layout, TensorRows
 from headway.weights.publication import Publication, Slot
-from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, default_folders, table_start
+from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders
+from headway.weights.slot_heads import Read, gone, other_checksum, read_head, wrong_version
 from headway.weights.slots import SlotLock, hold, slot_stem
 from headway.weights.staging import ChangedValues, StagingBuffer
 from headway.weights.writers import OneWriter, Writers
 
 log = logging.getLogger(__name__)
-_Read = Callable[[int, int], bytes]  # of a file: from the first byte to before the last
 _READERS_S = 5.0  # that an update waits for the locks of a slot's readers, before it takes other memory
 
 
@@ -230,7 +231,7 @@ class Subscriber:
         have the announced version and checksum; the remedy is to fetch a newer version.
         """
         with self._opened(published) as (read, file_bytes):
-            layout, expected_table = _read_head(read, published)
+            layout, expected_table = read_head(read, published)
             if not published.handle and layout.payload_start + layout.payload_size > file_bytes:
                 raise WeightsCorrupt(f"{published.path}: {file_bytes} bytes, which is too short")
             names = [entry.name for entry in layout.entries]
@@ -246,9 +247,9 @@ class Subscriber:
                 self.spent = spent
             final_version = HEADER.unpack(read(0, HEADER.size))[1]
         if final_version != published.version:
-            raise WeightsCorrupt(_wrong_version(published, final_version) + " (overwritten while it was read)")
+            raise WeightsCorrupt(wrong_version(published, final_version) + " (overwritten while it was read)")
         if (damaged_block := differing_block(copied_table, expected_table, layout.blocks)) is not None:
-            raise WeightsCorrupt(_other_checksum(published, f": {names[damaged_block.tensor]} differs"))
+            raise WeightsCorrupt(other_checksum(published, f": {names[damaged_block.tensor]} differs"))
         self._buffer.verified(published, expected_table)
         return dict(tensors)
 
@@ -263,12 +264,12 @@ class Subscriber:
         try:
             lock = SlotLock(published.path)
         except OSError as error:
-            raise WeightsCorrupt(_gone(published, error)) from None
+            raise WeightsCorrupt(gone(published, error)) from None
         with ExitStack() as on_failure:
             on_failure.callback(lock.close)
             if not lock.acquire(exclusive=False):
-                raise WeightsCorrupt(_wrong_version(published, UNWRITTEN))
-            layout, expected_table = _read_head(lock.read, published)
+                raise WeightsCorrupt(wrong_version(published, UNWRITTEN))
+            layout, expected_table = read_head(lock.read, published)
             if layout.payload_start + layout.payload_size > lock.size:
                 raise WeightsCorrupt(f"{published.path}: {lock.size} bytes, which is too short")
             payload = np.frombuffer(lock.map(), np.uint8, layout.payload_size, layout.payload_start)
@@ -276,7 +277,7 @@ class Subscriber:
             hashes, self.spent = hash_blocks(payload, blocks)
             if (damaged_block := differing_block(hashes, expected_table[share::shares], blocks)) is not None:
                 name = layout.entries[damaged_block.tensor].name
-                raise WeightsCorrupt(_other_checksum(published, f": {name} differs"))
+                raise WeightsCorrupt(other_checksum(published, f": {name} differs"))
             on_failure.pop_all()
         self._attached = lock
         return layout.views(torch.from_numpy(payload))
@@ -298,6 +299,10 @@ class Subscriber:
     def tensors_of(self, checksum: str) -> dict[str, Tensor]:
         """The tensors of the last fetch, if it was of this version and `keep` doesn't have them; empty if not."""
         return self._buffer.tensors_of(checksum)
+
+    def deltas_to(self, published: PublishedWeights) -> int:
+        """The deltas by which the next fetch can come, if it is of ``published``; 0: it comes whole."""
+        return 0 if published.handle else len(chain_to(published, self._buffer.version, self._buffer.checksum))
 
     def changes_from(self, checksum: str, steps: int | None = None) -> Iterator[ChangedValues] | None:
         """The values in which the last fetch differs from a version, if it came by deltas from that, by so many if
@@ -331,7 +336,7 @@ class Subscriber:
         return table
 
     @contextmanager
-    def _opened(self, published: PublishedWeights) -> Iterator[tuple[_Read, int]]:
+    def _opened(self, published: PublishedWeights) -> Iterator[tuple[Read, int]]:
         """Yield the bytes of the slot's file and their count; a slot of device memory is mapped, and locked."""
         if not published.handle:
             file_map = self._map(published)
@@ -342,10 +347,10 @@ class Subscriber:
         try:
             lock = SlotLock(published.path)
         except OSError as error:
-            raise WeightsCorrupt(_gone(published, error)) from None
+            raise WeightsCorrupt(gone(published, error)) from None
         with closing(lock):
             if not lock.acquire(exclusive=False):
-                raise WeightsCorrupt(_wrong_version(published, UNWRITTEN))
+                raise WeightsCorrupt(wrong_version(published, UNWRITTEN))
             if not lock.owner_lives():
                 raise WeightsCorrupt(
                     f"{published.path}: version {published.version} went with its publisher's process; its successor "
@@ -362,7 +367,7 @@ class Subscriber:
         try:
             descriptor = os.open(published.path, os.O_RDONLY)
         except OSError as error:
-            raise WeightsCorrupt(_gone(published, error)) from None
+            raise WeightsCorrupt(gone(published, error)) from None
         try:
             hold(descriptor)  # a reader too: should the publisher die, its last version must stay for a restart
             file_status = os.fstat(descriptor)
@@ -376,35 +381,3 @@ class Subscriber:
             return cached_map[1]
         finally:
             os.close(descriptor)
-
-
-def _read_head(read: _Read, published: PublishedWeights) -> tuple[Layout, np.ndarray]:
-    """Read layout and table of a slot, which are those of the announced checksum."""
-    if len(header := read(0, HEADER.size)) < HEADER.size:
-        raise WeightsCorrupt(f"{published.path}: too short for a header")
-    magic, version, _, manifest_size, table_size, payload_size = HEADER.unpack(header)
-    if magic != MAGIC:
-        raise WeightsCorrupt(f"{published.path}: not a weights file")
-    if version != published.version:
-        raise WeightsCorrupt(_wrong_version(published, version))
-    if payload_size != published.size_bytes:
-        raise WeightsCorrupt(f"{published.path}: {payload_size} bytes where {published.size_bytes} were announced")
-    manifest = read(HEADER.size, HEADER.size + manifest_size)
-    table_offset = table_start(manifest_size)
-    table = np.frombuffer(read(table_offset, table_offset + table_size // 8 * 8), np.uint64)
-    if root_of(version, manifest, table) != published.checksum:
-        raise WeightsCorrupt(_other_checksum(published, ""))
-    return Layout.read(manifest, payload_size), table
-
-
-def _gone(published: PublishedWeights, error: OSError) -> str:
-    return f"{published.path}: version {published.version} is gone: {error.strerror}"
-
-
-def _other_checksum(published: PublishedWeights, detail: str) -> str:
-    return f"{published.path}: version {published.version} does not have checksum {published.checksum}{detail}"
-
-
-def _wrong_version(published: PublishedWeights, actual: int) -> str:
-    state_text = "is being overwritten" if actual == UNWRITTEN else f"holds version {actual}"
-    return f"{published.path}: version {published.version} was announced, but the slot {state_text}"

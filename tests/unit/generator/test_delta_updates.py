@@ -99,7 +99,7 @@ def test_copies_are_overwritten_where_they_have_changed(tmp_path: Path, publishe
     index = int((old == replica.weights[name]).flatten().nonzero()[-1])
     with torch.no_grad():
         weight.view(-1)[index] = 123.0
-    replica.engine._damage_of_live = lambda: ""
+    replica.engine._damage_of_live = lambda following: ""
     replica.update(published)
     assert weight.view(-1)[index] == 123.0
     with torch.no_grad():

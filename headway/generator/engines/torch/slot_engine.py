@@ -253,7 +253,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
     def prefetch(self, published: PublishedWeights) -> None:
         """See `Engine.prefetch`."""
         started_s = self._now()
-        self._damage = self._damage or self._damage_of_live()
+        self._damage = self._damage or self._damage_of_live(published)
         tensors = self._subscriber.fetch(published, *([] if published.adapter else [self._stage]))
         self._damage = self._damage or self._damage_of_changing()
         if self._damage:  # what is published must not build on it
@@ -278,15 +278,17 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         times = {"fetch_s": fetch_s, "check_s": self._subscriber.spent.hash_s, "pause_s": self._paused_s - old_paused_s}
         return msgspec.structs.replace(report, **times)
 
-    def _damage_of_live(self) -> str:
+    def _damage_of_live(self, following: PublishedWeights) -> str:
         """The tensor of the live weights that isn't any more what was verified, "" if none is found: all bytes are
-        hashed, or if the parameters have another dtype or device, some of them are compared in turn."""
+        hashed, or if the parameters have another dtype or device, some of them are compared in turn; all of them where
+        the ``following`` version overwrites more than one delta's values, which `_damage_of_changing` compares."""
         if self._live and (damage := self._subscriber.damage()):
             return damage
         fetched = self._subscriber.tensors_of(self._live)
         parameters = [(name, weight) for name, weight in self._model.named_parameters() if name in fetched]
         self._checks += 1
-        for name, weight in parameters[self._checks % _CHECKS_IN_TURN :: _CHECKS_IN_TURN]:
+        in_turn = _CHECKS_IN_TURN if self._subscriber.deltas_to(following) == 1 else 1
+        for name, weight in parameters[self._checks % in_turn :: in_turn]:
             if not _same_bits(weight, fetched[name]):
                 return f"{name} of version {self._model_version}"
         return ""
