@@ -117,11 +117,11 @@ test-main: install
 
 # What finds files by the folders that they lie in: .ci/run tries it in a clone with an unusual name.
 test-names: install
-	$(PYTEST) tests/unit/runtime/test_stacks.py tests/unit/cli/test_projects.py tests/unit/docs/test_example_repair.py \
+	$(call beside_others,tests/unit/runtime/test_stacks.py tests/unit/cli/test_projects.py tests/unit/docs/test_example_repair.py \
 		tests/e2e/test_stalls.py::test_verifier_that_holds_the_interpreter_lock_is_named_with_its_line \
 		tests/e2e/test_alerts.py::test_stalled_verifier_and_full_disk_reach_command_and_slow_webhook_once \
 		tests/e2e/test_ended_runs.py::test_an_ended_run_says_why_and_isnt_trained_on_by_a_resume \
-		-m 'not long' --numprocesses 2 --dist loadfile
+		-m 'not long' --numprocesses 2 --dist loadfile)
 
 test-slow: install
 	$(call beside_others,tests/unit tests/e2e tests/slow $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15)
