@@ -460,6 +460,11 @@ class Experiment(Section):
         return self.algorithm.truncation_support_tokens if self.algorithm.allow_truncated_sampling else 0
 
     @property
+    def constrains(self) -> bool:
+        """Whether the run may train on answers that grammars constrained."""
+        return self.kept_sets > 0 and self.environment.calls
+
+    @property
     def max_sequence_tokens(self) -> int:
         return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
 

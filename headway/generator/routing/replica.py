@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.adapter import AdapterConfig
+from headway.config.policy_sections import PolicySections
 from headway.config.router import RouterConfig
 from headway.config.schema import Experiment
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
@@ -145,7 +146,7 @@ class Replica:
 def replica_spec(
     index: int,
     device: str,
-    experiment: Experiment,
+    experiment: PolicySections,
     log_directory: str | Path | None,
     adapters: Mapping[str, AdapterConfig] | None = None,
     role: str = "generator",

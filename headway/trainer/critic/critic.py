@@ -19,7 +19,7 @@ from torch.nn import functional
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays, sequence_of_token
 from headway.algorithms.values import Moments, values_of_tokens, with_ends
 from headway.config.objective.critic import ADAPTER, GAE, TRUNK
-from headway.config.schema import Experiment
+from headway.config.policy_sections import PolicySections
 from headway.models.packed_model import PackedModel
 from headway.models.shards.shard import Shard, shards_of
 from headway.trainer.critic.value_loss import clipped_value_loss
@@ -41,7 +41,7 @@ class Critic:
     is. It is never published.
     """
 
-    def __init__(self, experiment: Experiment, policy: Learner) -> None:
+    def __init__(self, experiment: PolicySections, policy: Learner) -> None:
         """Raises ConfigurationError for a folder that isn't a model."""
         self._settings, self._policy = experiment.critic, policy
         self._network = None if self._settings.path == TRUNK else _open_network(experiment, policy)
@@ -55,7 +55,7 @@ class Critic:
         policy.attached = self
 
     @classmethod
-    def of(cls, experiment: Experiment, policy: Learner) -> Critic | None:
+    def of(cls, experiment: PolicySections, policy: Learner) -> Critic | None:
         """The critic of a run; None: it has none."""
         return cls(experiment, policy) if experiment.algorithm.advantage == GAE else None
 
@@ -213,7 +213,7 @@ class Critic:
         return 0.0 if self._network is None else 3 * self.flops(batch)
 
 
-def _open_network(experiment: Experiment, policy: Learner) -> Learner:
+def _open_network(experiment: PolicySections, policy: Learner) -> Learner:
     """A network of the critic's own: the model of its folder, or an adapter as the policy's on another copy of its
     model."""
     path, chosen = experiment.critic.path, experiment.model
