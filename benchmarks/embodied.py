@@ -170,6 +170,8 @@ class RandomActions:
         zeros_b = np.zeros(len(noise_b), np.float32)
         return noise_b, zeros_b, zeros_b
 
+    def take_tokens(self) -> None: ...
+
 
 def simulation(arguments: argparse.Namespace) -> Report:
     settings = experiment("unused").simulator

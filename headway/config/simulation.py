@@ -105,7 +105,6 @@ class EmbodiedTrainerConfig(Section):
     """The learner and its optimiser, Adam."""
 
     devices: Annotated[tuple[str, ...], Field(min_length=1, max_length=1)] = ("cpu:1",)  # the learner's one
-    dtype: Literal["float32", "bfloat16"] = "float32"  # with [model]: of the forward pass, the engine's and the trainer's
     learning_rate: NotNegative = 3e-4  # peak
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # behind the warm-up; else to 0 at run.steps
     warmup_steps: NonNegative = 0  # of a rising learning rate
@@ -127,9 +126,12 @@ class EpisodeEvaluationConfig(Section):
 _OF_TOKENS = {
     "simulator": "group_lanes",
     "policy": "template inputs observation_bins action_bins chunk repeat",
-    "trainer": "dtype",
 }
-_OF_NETWORKS = {"policy": "hidden squash normalize", "algorithm": "discount decay value_coefficient value_clip"}
+_OF_NETWORKS = {
+    "policy": "hidden squash normalize",
+    "algorithm": "discount decay value_coefficient value_clip",
+    "model": "reference",
+}
 # Keys of sections that simulators share with language models, and that have no effect here.
 _UNUSED = {
     "run": "offload deterministic on_stall",
@@ -200,7 +202,6 @@ class SimulatorExperiment(Section):
                 "fragment is under way; valid: a budget of 0"
             )
         return self
-
 
     def _require_unset(self, keys: dict[str, str], reason: str) -> None:
         for section_name, key_names in keys.items():

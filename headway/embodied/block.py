@@ -93,8 +93,9 @@ class LaneBlock:
         episodic: bool = False,
     ) -> None:
         """``spaces``: those that the policy is made for. ``steps``: of a fragment. ``life``: how often it was rebuilt.
-        ``watchdog``: ends the process in a step that takes longer than it allows. ``episodic``: a fragment is an
-        episode of every lane, which it begins by a reset. Raises ConfigurationError if the simulator has other spaces."""
+        ``watchdog``: ends the process in a step that takes longer than it allows. ``episodic``: a fragment
+        is an episode of every lane, which it begins by a reset. Raises ConfigurationError for a simulator of other
+        spaces."""
         if simulator.spaces != spaces:
             raise ConfigurationError(f"block {number}: its simulator has {simulator.spaces}; valid: {spaces}")
         self.number, self.life = number, life

@@ -136,7 +136,9 @@ class TokenSteps(NamedTuple):
     ids_n: NDArray[np.int32]  # of each decision its prompt, then its response
     prompts_k: NDArray[np.int64]  # tokens of the prompts
     responses_k: NDArray[np.int64]  # ... and of the responses
-    logprobs_r: NDArray[np.float32]  # of response tokens over what their grammar allows, from the pass that sampled them
+    logprobs_r: NDArray[
+        np.float32
+    ]  # of response tokens over what their grammar allows, from the pass that sampled them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

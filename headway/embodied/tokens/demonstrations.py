@@ -38,7 +38,10 @@ def conversations(experiment: str, folder: str) -> Iterator[dict[str, Any]]:
     simulator = open_simulator(settings.simulator, 1, partial(seed_of, settings.run.seed, 0, 0))
     spaces = simulator.spaces
     simulator.close()
-    observing, acting = ObservationCode(settings.policy, spaces.observations), ActionCode(settings.policy, spaces.actions)
+    observing, acting = (
+        ObservationCode(settings.policy, spaces.observations),
+        ActionCode(settings.policy, spaces.actions),
+    )
     repeat, steps = settings.policy.repeat, settings.policy.chunk * settings.policy.repeat
     for observations, actions in episodes_of(Path(folder)):
         actions_td = actions.reshape(len(actions), -1).astype(np.float64)
@@ -60,7 +63,7 @@ def episodes_of(folder: Path) -> Iterator[tuple[Array, Array]]:
     if (folder / "meta" / "info.json").is_file():
         yield from _lerobot(data)
     elif (data / "main_data.hdf5").is_file():
-        h5py = import_extra("h5py", "simulators", "demonstrations of Minari in HDF5")
+        h5py = import_extra("h5py", "minari", "demonstrations of Minari in HDF5")
         with h5py.File(data / "main_data.hdf5") as file:
             for number in range(sum(name.startswith("episode_") for name in file)):
                 episode = file[f"episode_{number}"]

@@ -12,8 +12,10 @@ import numpy as np
 
 from headway.config.simulation import PolicyConfig, SimulatorExperiment
 from headway.embodied.records import Array, Discrete, LaneSimulator, LaneSteps, Seeds, Spaces, to_host
+from headway.embodied.simulators.gymnasium_lanes import SeparateLanes, VectorLanes
 from headway.embodied.simulators.opening import open_simulator
 from headway.embodied.tokens.codes import ActionCode
+from headway.records.errors import ConfigurationError
 
 
 class GroupSeeds:
@@ -32,7 +34,7 @@ class ChunkedLanes:
     """A `LaneSimulator` whose step is a chunk of actions of another one's.
 
     A lane has one episode between two resets. It ends as the simulator ends it, or at its first success; from then on
-    the lane's action is that in the middle of its bounds, and nothing of it counts.
+    the lane's action is 0, or the bound that is next to it, and nothing of it counts. The reward is 1 for a success.
 
     Invariant: lanes of a group begin their episode alike at every reset. Where seeds belong to the constructor, twins
     begin each k-th episode alike, so that a pool whose lanes have begun different numbers of them is built again."""
@@ -49,6 +51,11 @@ class ChunkedLanes:
         self.spaces = Spaces(observations, self.code.chunk)
         self.lanes, self.constructions = self._simulator.lanes, self._simulator.constructions
         self.seeded_by_reset = self._simulator.seeded_by_reset
+        if groups is not None and self.seeded_by_reset and not isinstance(self._simulator, SeparateLanes | VectorLanes):
+            raise ConfigurationError(
+                f"simulator.environment: {type(self._simulator).__name__} begins again from the same seeds at each "
+                "reset; valid with [model]: an environment, a vector (num_envs), or EnvPool's"
+            )
         self._settings, self._discrete = settings, isinstance(actions, Discrete)
         self._idle = np.clip(0.0, self.code.chunk.low, self.code.chunk.high).reshape(settings.chunk, -1)[0]
         self._ended_b, self._ends_b = np.zeros(self.lanes, np.bool_), np.zeros(self.lanes, np.int64)
@@ -75,7 +82,6 @@ class ChunkedLanes:
             single_b = np.where(self._ended_b[:, None], self._idle, chunks[:, number]).astype(np.float32)
             steps = self._simulator.step(np.rint(single_b[:, 0]).astype(np.int64) if self._discrete else single_b)
             live_b = ~self._ended_b & steps.counted_b
-            rewards_b += np.where(live_b, to_host(steps.rewards_b), 0.0)
             over_b = to_host(steps.terminated_b) | to_host(steps.truncated_b)
             reached_b = np.zeros(self.lanes, np.bool_) if steps.succeeded_b is None else steps.succeeded_b
             self._ends_b += over_b
@@ -86,7 +92,7 @@ class ChunkedLanes:
                 finals[lane] = np.array(to_host(observation))
                 success = steps.successes.get(lane) if over_b[lane] else True
                 if success is not None:
-                    successes[lane] = success
+                    successes[lane], rewards_b[lane] = success, float(success)
                 self._ended_b[lane] = True
             self._observations_b = steps.observations_b
         return LaneSteps(self._observations_b, rewards_b, terminated_b, truncated_b, counted_b, finals, successes)

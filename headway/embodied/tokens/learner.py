@@ -95,9 +95,7 @@ class TokenLearner:
                     member=t,
                     prompt_ids=TokenIds(tokens.ids_n[starts_k[k] : behind_prompt]),
                     response_ids=TokenIds(response),
-                    response_logprobs=TokenLogprobs(
-                        tokens.logprobs_r[logprob_starts_k[k] : logprob_starts_k[k + 1]]
-                    ),
+                    response_logprobs=TokenLogprobs(tokens.logprobs_r[logprob_starts_k[k] : logprob_starts_k[k + 1]]),
                     response_mask=TokenMask.filled(True, count),
                     versions=(VersionSpan(version=fragment.version, tokens=count),),
                     grammars={tokens.grammar: ((0, count),)},

@@ -37,11 +37,11 @@ class TokenSections:
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
     rules: Rules[AlgorithmConfig]
-    critic: CriticConfig = CriticConfig()
-    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
-    weights: WeightsConfig = WeightsConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    ledger: LedgerConfig = LedgerConfig(rollouts="none")
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    ledger: LedgerConfig = field(default_factory=lambda: LedgerConfig(rollouts="none"))
     used_teachers: Mapping[str, TeacherConfig] = field(default_factory=dict[str, TeacherConfig])
     token_budget: int | None = None
     constrains: bool = True
@@ -63,7 +63,7 @@ def token_sections(experiment: SimulatorExperiment, letters: int) -> TokenSectio
     """The sections of an experiment with ``[model]``. ``letters``: of a response."""
     assert experiment.model is not None, "a token policy has a model"
     settings, trainer, algorithm = experiment.simulator, experiment.trainer, experiment.algorithm
-    corrects = algorithm.correction == "recompute"
+    corrects, dtype = algorithm.correction == "recompute", experiment.model.dtype or "float32"
     objective = AlgorithmConfig(
         advantage="group_mean_std",
         loss="decoupled_ppo" if corrects else "ppo_clip",
@@ -80,12 +80,12 @@ def token_sections(experiment: SimulatorExperiment, letters: int) -> TokenSectio
         run=experiment.run,
         model=experiment.model,
         rollout=RolloutConfig(max_prompt_tokens=MAX_PROMPT_TOKENS, max_response_tokens=2 * letters + 1),
-        generator=GeneratorConfig(devices=settings.devices, dtype=trainer.dtype, slots=settings.block_lanes),
+        generator=GeneratorConfig(devices=settings.devices, dtype=dtype, slots=settings.block_lanes),
         queue=experiment.queue,
         algorithm=objective,
         trainer=TrainerConfig(
             devices=trainer.devices,
-            dtype=trainer.dtype,
+            dtype=dtype,
             learning_rate=trainer.learning_rate,
             schedule=trainer.schedule,
             warmup_steps=trainer.warmup_steps,
