@@ -6,7 +6,7 @@ One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` nam
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
@@ -380,6 +380,7 @@ class LedgerConfig(Section):
 class Experiment(Section):
     """The whole experiment file."""
 
+    joins_groups: ClassVar[bool] = False  # the sequences of a group are one trajectory to a critic
     run: RunConfig
     model: ModelConfig
     tasks: TasksConfig

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from headway.config.cluster import ClusterConfig
 from headway.config.control import ControlConfig
 from headway.config.model import ModelConfig
+from headway.config.objective.critic import CriticConfig
 from headway.config.schema import CheckpointConfig, Experiment, LedgerConfig, RunConfig
 from headway.config.section import NonNegative, Positive, Seconds, Section
 
@@ -30,7 +31,7 @@ class SimulatorConfig(Section):
     lanes: Positive = 16  # environments that are stepped side by side, a multiple of block_lanes
     # Tune: lower it until there are as many blocks as simulator.devices; larger blocks are faster
     block_lanes: Positive = 8  # lanes of a block, the unit that workers share: it changes the result, devices don't
-    # Tune: raise it while most groups are filtered for equal success
+    # Tune: raise it while most groups are filtered for equal success; 1 with [critic], which compares with values
     group_lanes: Positive = 1  # with [model]: lanes of a group, which begin alike and whose successes are compared
     # Tune: lower it for more updates from the same samples; a fragment should hold a good part of an episode
     steps_per_fragment: Positive = 128  # steps of each lane between two updates
@@ -126,6 +127,7 @@ class EpisodeEvaluationConfig(Section):
 _OF_TOKENS = {
     "simulator": "group_lanes",
     "policy": "template inputs observation_bins action_bins chunk repeat",
+    "critic": "path learning_rate gae",
 }
 _OF_NETWORKS = {
     "policy": "hidden squash normalize",
@@ -147,6 +149,7 @@ class SimulatorExperiment(Section):
     simulator: SimulatorConfig
     model: ModelConfig | None = None
     policy: PolicyConfig = PolicyConfig()
+    critic: CriticConfig = CriticConfig()
     queue: FragmentQueueConfig = FragmentQueueConfig()
     algorithm: EmbodiedAlgorithmConfig = EmbodiedAlgorithmConfig()
     trainer: EmbodiedTrainerConfig = EmbodiedTrainerConfig()
@@ -185,7 +188,7 @@ class SimulatorExperiment(Section):
             self._require_unset(_OF_TOKENS, "without [model]")
         else:
             self._require_unset(_OF_NETWORKS, "with [model]")
-            self._require_groups()
+            self._require_tokens()
         if self.queue.budget and self.algorithm.correction == "none":
             raise ValueError(
                 f'queue.budget = {self.queue.budget} with algorithm.correction = "none": a policy that learns from '
@@ -210,15 +213,12 @@ class SimulatorExperiment(Section):
                 if (value := getattr(section, key)) != type(section).model_fields[key].default:
                     raise ValueError(f"{section_name}.{key} = {value!r} has no effect {reason}: leave it out")
 
-    def _require_groups(self) -> None:
-        if self.simulator.group_lanes == 1:
-            raise ValueError(
-                "simulator.group_lanes = 1 with [model]: token policies learn from the successes of a group; valid: "
-                "2 or more lanes that begin alike (values of token policies aren't built)"
-            )
+    def _require_tokens(self) -> None:
+        if self.simulator.group_lanes > 1:
+            self._require_unset({"critic": _OF_TOKENS["critic"]}, "with groups (simulator.group_lanes)")
         if self.algorithm.correction == "vtrace":
             raise ValueError(
-                'algorithm.correction = "vtrace" with [model]: groups have no values; valid: "recompute", "none"'
+                'algorithm.correction = "vtrace" with [model]: values are of tokens; valid: "recompute", "none"'
             )
         if "{inputs}" not in self.policy.template:
             raise ValueError(f"policy.template = {self.policy.template!r}; valid: a text with {{inputs}}")

@@ -175,7 +175,7 @@ class LanePolicy:
             library, convert = torch, partial(torch.as_tensor, device=inputs_b.device)
         self._network = ActorCritic(self._spaces, self._settings, library, convert)
         self._parameters = self._network.views(convert(weights.parameters_p))
-        self._mean, self._deviation = (convert(array.reshape(-1)) for array in weights[2:])
+        self._mean, self._deviation = (convert(array.reshape(-1)) for array in weights[2:4])
 
     def _shaped(self, actions_b: Any) -> Any:
         space = self._spaces.actions

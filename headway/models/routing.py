@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.config.policy_sections import PolicySections
+from headway.config.objective.policy_sections import PolicySections
 from headway.config.schema import Experiment
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import implementation_of

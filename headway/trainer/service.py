@@ -16,7 +16,7 @@ import torch
 
 from headway.algorithms.samples import FlatBatch
 from headway.config.load import model_folders, validate_experiment
-from headway.config.policy_sections import PolicySections
+from headway.config.objective.policy_sections import PolicySections
 from headway.config.schema import Experiment, TrainerConfig
 from headway.models.adapter_targets import base_digest
 from headway.models.cpu.native import missing_reason

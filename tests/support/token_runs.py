@@ -46,7 +46,7 @@ def token_model(folder: Path) -> str:
     return str(folder)
 
 
-def token_experiment(directory: Path, model: str, **sections: dict[str, Any]) -> SimulatorExperiment:
+def token_experiment(directory: Path, model: str, /, **sections: dict[str, Any]) -> SimulatorExperiment:
     """Two blocks of 8 lanes, in groups of 4; 4 decisions of 3 steps."""
     raw: dict[str, Any] = {
         "run": {"directory": str(directory), "steps": 3, "seed": 3},

@@ -1,7 +1,6 @@
 """Demonstrations of robots as conversations: folders of LeRobot and Minari, by their formats, with a policy's codes.
 
-``python -m headway.embodied.tokens.demonstrations EXPERIMENT.toml FOLDER`` prints them as lines of JSON; in an
-experiment file, ``sft.data`` with ``source = "function"`` names `conversations`.
+``python -m headway.embodied.tokens.demonstrations EXPERIMENT.toml FOLDER`` prints lines of JSON, for ``sft.data``.
 """
 
 from __future__ import annotations

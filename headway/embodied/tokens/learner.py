@@ -33,7 +33,8 @@ class TokenLearner:
     `FragmentLearner`.
 
     The reward of an episode is its success, its advantage that among the episodes of its group. Groups of equal
-    success are filtered; a round of such groups alone makes a version with the same weights."""
+    success are filtered; a round of such groups alone makes a version with the same weights. Without groups a critic's
+    values are compared with it, over the tokens of an episode's decisions one after another."""
 
     def __init__(self, experiment: SimulatorExperiment, spaces: Spaces, context: Any) -> None:
         """``context``: the worker's. Raises ConfigurationError for a folder that isn't a model."""
@@ -42,6 +43,7 @@ class TokenLearner:
         self._service = TrainerService(context, experiment=sections, run_id=run_id)
         self._group_lanes = experiment.simulator.group_lanes
         self._advantages = resolve(sections.algorithm.advantage)
+        self._has_critic = self._service.policy.critic is not None
         self._published: PublishedWeights | None = None
 
     @property
@@ -56,7 +58,9 @@ class TokenLearner:
         groups_s = np.arange(len(successes_s)) // self._group_lanes
         advantages_s = self._advantages(successes_s, groups_s)
         members = successes_s.reshape(-1, self._group_lanes)
-        trains_s = np.repeat([not is_zero_variance(group.tolist()) for group in members], self._group_lanes)
+        trains_s = np.ones(len(groups_s), np.bool_)
+        if not self._has_critic:
+            trains_s = np.repeat([not is_zero_variance(group.tolist()) for group in members], self._group_lanes)
         samples = [
             sample
             for index, fragment in enumerate(fragments)
@@ -100,7 +104,8 @@ class TokenLearner:
                     versions=(VersionSpan(version=fragment.version, tokens=count),),
                     grammars={tokens.grammar: ((0, count),)},
                 )
-                yield Sample(rollout=rollout, advantage=float(advantages_s[first + lane]))
+                rewards = (float(fragment.rewards_tb[t, lane]),) if self._has_critic else ()
+                yield Sample(rollout=rollout, advantage=float(advantages_s[first + lane]), rewards=rewards)
 
     def weights(self) -> PolicyWeights:
         """The present weights, published once, with their version."""

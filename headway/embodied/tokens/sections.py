@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from headway.config.external_models import TeacherConfig
 from headway.config.model import ModelConfig
-from headway.config.objective.critic import CriticConfig
-from headway.config.objective.rules import Rules, make_rules
+from headway.config.objective.critic import GAE, CriticConfig
+from headway.config.objective.rules import Rules
 from headway.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -27,8 +28,9 @@ MAX_PROMPT_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSections:
-    """What trainer and engine read (`config.policy_sections.PolicySections`)."""
+    """The sections that trainer and engine read (`config.objective.policy_sections.PolicySections`)."""
 
+    joins_groups: ClassVar[bool] = True  # the decisions of an episode are a group
     run: RunConfig
     model: ModelConfig
     rollout: RolloutConfig
@@ -37,7 +39,7 @@ class TokenSections:
     algorithm: AlgorithmConfig
     trainer: TrainerConfig
     rules: Rules[AlgorithmConfig]
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: CriticConfig
     demonstrations: DemonstrationsConfig = field(default_factory=DemonstrationsConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -65,7 +67,7 @@ def token_sections(experiment: SimulatorExperiment, letters: int) -> TokenSectio
     settings, trainer, algorithm = experiment.simulator, experiment.trainer, experiment.algorithm
     corrects, dtype = algorithm.correction == "recompute", experiment.model.dtype or "float32"
     objective = AlgorithmConfig(
-        advantage="group_mean_std",
+        advantage="group_mean_std" if settings.group_lanes > 1 else GAE,
         loss="decoupled_ppo" if corrects else "ppo_clip",
         proximal="recompute" if corrects else "auto",
         clip_low=algorithm.clip,
@@ -93,5 +95,6 @@ def token_sections(experiment: SimulatorExperiment, letters: int) -> TokenSectio
             passes=trainer.passes,
             optimizer_steps_per_batch=-(-settings.lanes * settings.steps_per_fragment // trainer.minibatch),
         ),
-        rules=make_rules(objective, ()),
+        critic=experiment.critic,
+        rules=Rules(algorithms=(objective,), rule_by_source={settings.environment: 0}),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.adapter import AdapterConfig
-from headway.config.policy_sections import PolicySections
+from headway.config.objective.policy_sections import PolicySections
 from headway.config.router import RouterConfig
 from headway.config.schema import Experiment
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of

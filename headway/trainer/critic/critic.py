@@ -19,7 +19,7 @@ from torch.nn import functional
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays, sequence_of_token
 from headway.algorithms.values import Moments, values_of_tokens, with_ends
 from headway.config.objective.critic import ADAPTER, GAE, TRUNK
-from headway.config.policy_sections import PolicySections
+from headway.config.objective.policy_sections import PolicySections
 from headway.models.packed_model import PackedModel
 from headway.models.shards.shard import Shard, shards_of
 from headway.trainer.critic.value_loss import clipped_value_loss
@@ -44,6 +44,7 @@ class Critic:
     def __init__(self, experiment: PolicySections, policy: Learner) -> None:
         """Raises ConfigurationError for a folder that isn't a model."""
         self._settings, self._policy = experiment.critic, policy
+        self._joins_groups = experiment.joins_groups
         self._network = None if self._settings.path == TRUNK else _open_network(experiment, policy)
         width, device = self.model.config.width, policy.device
         self.head = torch.zeros(width + 1, device=device, requires_grad=True)  # w, then b
@@ -113,6 +114,8 @@ class Critic:
         idx_m = np.flatnonzero(policy_n)
         values_m = scored_n[own_n][idx_m]
         sequence_m = sequence_of_token(arrays)[idx_m]
+        if self._joins_groups:
+            sequence_m = np.unique(arrays.groups_s[sequence_m], return_inverse=True)[1]
         rewards_m = rewards_n[idx_m].astype(np.float64)
         valued = values_of_tokens(rewards_m, values_m, sequence_m, cut_values_s, self._settings)
         rank_moments = Moments.of(valued.advantages_m), Moments.of(valued.returns_m)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from headway.algorithms.samples import IntArray, SampleArrays
 from headway.algorithms.streams import Streams, StreamWeights
+from headway.config.objective.policy_sections import PolicySections
 from headway.config.objective.rules import STREAMS, StreamRule
-from headway.config.policy_sections import PolicySections
 from headway.config.schema import AlgorithmConfig
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import kl_estimate

@@ -21,6 +21,7 @@ from headway.embodied.tokens.lanes import open_lanes
 from headway.embodied.tokens.learner import TokenLearner
 from headway.runtime.devices import parse_device
 from headway.runtime.stalls.watchdog import Watchdog
+from headway.trainer.critic import critic as critic_module
 
 torch.set_num_threads(1)
 
@@ -77,7 +78,7 @@ def test_equal_seeds_make_equal_fragments(model: str, tmp_path: Path):
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize("adapter", [{}, {"adapter": {"rank": 4}}])
+@pytest.mark.parametrize("adapter", [{}, {"adapter": {"rank": 4, "alpha": 8}}])
 def test_engine_and_trainer_agree_before_and_after_a_published_step(model: str, adapter: Any, tmp_path: Path):
     (tmp_path / "run").mkdir()
     experiment = token_experiment(tmp_path / "run", model, model=adapter, trainer={"minibatch": 4096})
@@ -141,3 +142,33 @@ def test_a_learner_goes_on_from_what_it_wrote(model: str, tmp_path: Path):
 
 def _spaces(experiment: SimulatorExperiment) -> Any:
     return open_lanes(experiment, 8, partial(seed_of, 3, 0, 0)).spaces
+
+
+def test_a_critic_values_the_decisions_of_an_episode_one_after_another(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "run").mkdir()
+    experiment = token_experiment(tmp_path / "run", model, simulator={"group_lanes": 1}, trainer={"minibatch": 4096})
+    block, learner = block_of(experiment)[0], TokenLearner(experiment, _spaces(experiment), context())
+    calls: list[Any] = []
+    original = critic_module.values_of_tokens
+    monkeypatch.setattr(
+        critic_module, "values_of_tokens", lambda *terms: calls.append((terms, original(*terms))) or calls[-1][1]
+    )
+    try:
+        fragment = block.collect(0)
+        metrics = learner.step([fragment])
+        tokens = fragment.tokens
+        assert tokens is not None
+        (rewards_m, _, episode_m, *_), values = calls[0]
+        counted_bt = fragment.counted_tb.T
+        sizes_b = np.where(counted_bt, tokens.responses_k.reshape(4, 8).T, 0).sum(1)
+        np.testing.assert_array_equal(np.bincount(episode_m), sizes_b)
+        successes = [bool(end.success) for end in sorted(fragment.episodes, key=lambda end: end.lane)]
+        assert len({*successes}) == 2
+        np.testing.assert_array_equal(np.bincount(episode_m, rewards_m), successes)
+        np.testing.assert_allclose(values.returns_m, np.repeat(successes, sizes_b))  # of all decisions, undiscounted
+        assert np.isfinite(metrics["explained_variance"])
+        assert metrics["filtered_groups"] == 0
+    finally:
+        learner._service.close()  # type: ignore[attr-defined]

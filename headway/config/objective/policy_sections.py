@@ -1,9 +1,9 @@
-"""What the services of a model read of an experiment: a whole one, or that of a token policy in simulators, has it."""
+"""The sections of an experiment that the services of a model read, be it a whole one or a simulators' token policy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from headway.config.external_models import TeacherConfig
 from headway.config.model import ModelConfig
@@ -31,6 +31,8 @@ class Budgeted(Protocol):
 
 class PolicySections(Protocol):
     """The sections of which a trainer and an engine are built, and what follows from them: see `Experiment`."""
+
+    joins_groups: ClassVar[bool]
 
     @property
     def run(self) -> RunConfig: ...
