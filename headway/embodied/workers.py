@@ -147,6 +147,10 @@ class Learn(Worker):
         self._take_up(version)
         self._learner.write(Path(folder))
 
+    def close(self) -> None:
+        """Remove the weights that were published."""
+        self._learner.close()
+
     def _take_up(self, version: int) -> None:
         """Go on from the state of this version, unless it is the present one."""
         if self._learner.version != version:

@@ -11,6 +11,7 @@ from token_runs import digest, token_experiment, token_model
 from headway.embodied.driver import train
 from headway.records.ledger import StepRecord
 from headway.telemetry.ledger import read_ledger
+from headway.weights.slots import SHARED_MEMORY
 
 PLACEMENTS = {
     "spatial": (["cpu:0"], ["cpu:1"]),
@@ -38,11 +39,12 @@ def trained(directory: Path, model: str, steps: int, placement: str, **sections:
 @pytest.mark.real
 def test_a_run_of_three_steps_reports_groups_and_success(tmp_path: Path):
     model = token_model(tmp_path / "model")
-    trained(tmp_path / "run", model, 3, "spatial", evaluation={"every_steps": 3, "episodes": 8, "video": False})
-    steps = [line for line in read_ledger(tmp_path / "run") if isinstance(line, StepRecord)]
+    trained(tmp_path / "tokens", model, 3, "spatial", evaluation={"every_steps": 3, "episodes": 8, "video": False})
+    steps = [line for line in read_ledger(tmp_path / "tokens") if isinstance(line, StepRecord)]
     assert [step.metrics["groups"] for step in steps] == [4] * 3
     assert all(0 <= step.metrics["success"] <= 1 for step in steps)
-    assert (tmp_path / "run" / "best" / "trainer" / "model" / "config.json").is_file()
+    assert (tmp_path / "tokens" / "best" / "trainer" / "model" / "config.json").is_file()
+    assert not [*SHARED_MEMORY.glob("headway-tokens-*.weights")]
 
 
 @pytest.mark.real

@@ -23,7 +23,9 @@ from headway.records.generation import PublishedWeights, VersionSpan
 from headway.records.rollout import Rollout, Sample
 from headway.records.tokens import TokenIds, TokenLogprobs, TokenMask
 from headway.records.training import TrainBatch
+from headway.runtime.scratch import remove_unlocked
 from headway.trainer.service import TrainerService
+from headway.weights.slots import SHARED_MEMORY
 
 _FOLDER = "trainer"  # of a state
 
@@ -121,6 +123,11 @@ class TokenLearner:
     def read(self, folder: Path) -> None:
         """Go on from what ``write`` wrote. Raises CheckpointCorrupt."""
         self._service.load_checkpoint(str(folder / _FOLDER))
+
+    def close(self) -> None:
+        """Remove the published weights, those of learners that were killed too."""
+        self._service.close()
+        remove_unlocked(SHARED_MEMORY, "headway-*-*.weights")
 
 
 def _successes(fragment: Fragment) -> np.ndarray:
