@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from headway.config.load import validate
 from headway.config.simulation import SimulatorExperiment
@@ -21,6 +22,7 @@ from headway.models.initialise import initialise_model
 from headway.runtime.devices import parse_device
 
 LANES, CALLS = 16, 50
+torch.set_num_threads(1)  # as many as its core
 
 
 def rates(rounds: int) -> dict[str, float]:

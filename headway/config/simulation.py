@@ -64,7 +64,7 @@ class SimulatorConfig(Section):
 
 class PolicyConfig(Section):
     """The actor and critic: a perceptron, or a small convolutional network where observations are pictures. With
-    [model] how its tokens stand for observations and actions: docs/embodied.md#policies-that-act-in-tokens."""
+    [model] how its tokens stand for observations and actions: docs/embodied.md."""
 
     hidden: tuple[Positive, ...] = (64, 64)  # units of each hidden layer, of actor and critic each
     squash: bool = False  # actions through tanh into their bounds, in the place of clipping to them
