@@ -44,7 +44,7 @@ class Evaluator:
             frames = _Frames(video) if video and block == 0 else None
             simulator = self._simulators.pop(block, None) or self._open(block, draws=frames is not None)
             acting = _GreedyPolicy(policy, simulator, frames)
-            options = {"seed": self._seed, "number": _HELD_OUT + block, "steps": steps}
+            options: dict[str, Any] = {"seed": self._seed, "number": _HELD_OUT + block, "steps": steps}
             lane_block = LaneBlock(simulator, acting, simulator.spaces, watchdog=watchdog, **options)
             ended = dict[int, EpisodeEnd]()  # by lane, its first episode
             for _ in range(-(-MAX_STEPS // steps)):

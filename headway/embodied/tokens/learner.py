@@ -16,7 +16,7 @@ from headway.algorithms.advantages import resolve
 from headway.algorithms.groups.outcome import is_zero_variance
 from headway.algorithms.samples import lay_out
 from headway.config.simulation import SimulatorExperiment
-from headway.embodied.records import Fragment, PolicyWeights, Spaces
+from headway.embodied.records import Box, Fragment, PolicyWeights, Spaces
 from headway.embodied.tokens.sections import token_sections
 from headway.records.errors import ConfigurationError
 from headway.records.generation import PublishedWeights, VersionSpan
@@ -40,6 +40,7 @@ class TokenLearner:
 
     def __init__(self, experiment: SimulatorExperiment, spaces: Spaces, context: Any) -> None:
         """``context``: the worker's. Raises ConfigurationError for a folder that isn't a model."""
+        assert isinstance(spaces.actions, Box), "the chunks of `ChunkedLanes`"
         sections = token_sections(experiment, spaces.actions.low.size)
         run_id = f"{Path(experiment.run.directory).name}-{os.getpid()}"  # a successor's slots are others
         self._service = TrainerService(context, experiment=sections, run_id=run_id)

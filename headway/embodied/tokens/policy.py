@@ -100,5 +100,7 @@ class TokenPolicy:
         all_ids = [np.asarray(ids, np.int32) for pair in zip(prompts, responses, strict=True) for ids in pair]
         lengths_b2 = np.array([len(ids) for ids in all_ids]).reshape(-1, 2)
         logprobs_r = np.concatenate([part for parts in logprobs_b for part in parts])
-        steps = TokenSteps(self._sampling.grammar, np.concatenate(all_ids), *lengths_b2.T, logprobs_r)
-        return actions_b, steps
+        prompts_k, responses_k = lengths_b2.T
+        return actions_b, TokenSteps(
+            self._sampling.grammar, np.concatenate(all_ids), prompts_k, responses_k, logprobs_r
+        )
