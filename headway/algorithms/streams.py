@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from headway.algorithms.aggregation import weighting
 from headway.algorithms.samples import BoolArray, IntArray, SampleArrays, gather_tokens
-from headway.config.objective.policy_sections import PolicySections
 from headway.config.objective.rules import STREAMS, StreamRule, stream_rules
+from headway.config.services.policy_sections import PolicySections
 
 
 @dataclass(frozen=True, kw_only=True)

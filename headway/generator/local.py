@@ -7,7 +7,7 @@ import itertools
 import time
 from typing import Any
 
-from headway.config.objective.policy_sections import PolicySections
+from headway.config.services.policy_sections import PolicySections
 from headway.generator.engines.select import EngineSettings, build_engine
 from headway.generator.routing.open_request import OpenRequest
 from headway.generator.routing.replica import replica_spec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.config.objective.policy_sections import PolicySections
 from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import implementation_of
 from headway.records.errors import ConfigurationError

@@ -30,9 +30,9 @@ from headway.algorithms.samples import (
 from headway.algorithms.step_plan import pass_order, tree_of
 from headway.algorithms.streams import StreamWeights
 from headway.config.consistency import KL_HORIZON
-from headway.config.objective.policy_sections import PolicySections
 from headway.config.objective.rules import denominators_of
 from headway.config.schema import AlgorithmConfig, TrainerConfig
+from headway.config.services.policy_sections import PolicySections
 from headway.models.packed_model import PackedModel
 from headway.records.errors import MicroBatchesHalved, StepRefused
 from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings

@@ -12,7 +12,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import get_world_size
 
-from headway.config.objective.policy_sections import PolicySections
+from headway.config.services.policy_sections import PolicySections
 from headway.models.loading import DTYPES
 from headway.models.shards.shard import row_width, shards_of
 from headway.runtime.devices import parse_device

@@ -16,8 +16,8 @@ import torch
 
 from headway.algorithms.samples import FlatBatch
 from headway.config.load import model_folders, validate_experiment
-from headway.config.objective.policy_sections import PolicySections
 from headway.config.schema import Experiment, TrainerConfig
+from headway.config.services.policy_sections import PolicySections
 from headway.models.adapter_targets import base_digest
 from headway.models.cpu.native import missing_reason
 from headway.models.hf.pixels import FOLDER, PixelStore

@@ -28,7 +28,7 @@ MAX_PROMPT_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSections:
-    """The sections that trainer and engine read (`config.objective.policy_sections.PolicySections`)."""
+    """The sections that trainer and engine read (`config.services.policy_sections.PolicySections`)."""
 
     joins_groups: ClassVar[bool] = True  # the decisions of an episode are a group
     run: RunConfig

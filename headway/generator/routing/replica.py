@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.config.adapter import AdapterConfig
-from headway.config.objective.policy_sections import PolicySections
 from headway.config.router import RouterConfig
 from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.routing.open_request import OpenRequest
 from headway.models.hf.pixels import FOLDER

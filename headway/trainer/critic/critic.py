@@ -19,7 +19,7 @@ from torch.nn import functional
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays, sequence_of_token
 from headway.algorithms.values import Moments, values_of_tokens, with_ends
 from headway.config.objective.critic import ADAPTER, GAE, TRUNK
-from headway.config.objective.policy_sections import PolicySections
+from headway.config.services.policy_sections import PolicySections
 from headway.models.packed_model import PackedModel
 from headway.models.shards.shard import Shard, shards_of
 from headway.trainer.critic.value_loss import clipped_value_loss

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headway.algorithms.samples import IntArray, SampleArrays
 from headway.algorithms.streams import Streams, StreamWeights
-from headway.config.objective.policy_sections import PolicySections
 from headway.config.objective.rules import STREAMS, StreamRule
 from headway.config.schema import AlgorithmConfig
+from headway.config.services.policy_sections import PolicySections
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import kl_estimate
 from headway.trainer.losses import LOSSES, LossSettings, TokenTerms, entropy_terms, loss_settings, resolve, token_loss

@@ -29,7 +29,7 @@ from headway.algorithms.samples import (
 )
 from headway.algorithms.teacher_scores import read_scores
 from headway.config.external_models import SELF
-from headway.config.objective.policy_sections import PolicySections
+from headway.config.services.policy_sections import PolicySections
 from headway.models.packed_model import PackedModel
 from headway.records.tokens import CONTEXT, KEPT, TokenRows
 from headway.trainer.kept_sets import MicroBatchSets
