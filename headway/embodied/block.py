@@ -127,6 +127,8 @@ class LaneBlock:
         actions_b, logprobs_b, values_b = self._policy.act(observations_b, noise_b)
         rows.actions_tb[t], rows.logprobs_tb[t], rows.values_tb[t] = map(to_host, (actions_b, logprobs_b, values_b))
         lane_steps = self._call(t, rows, self._simulator.step, self._clip(actions_b))
+        if not hasattr(lane_steps, "final_observations"):
+            self._fail(t, None, f"the simulator's step returned {type(lane_steps).__name__}; valid: LaneSteps")
         self._write(t + 1, rows.all_observations_tb, lane_steps.observations_b, "observations_b")
         for name, rows_tb, row in zip(lane_steps._fields[1:5], rows.numbers, lane_steps[1:5], strict=True):
             self._write(t, rows_tb, row, name)
@@ -227,6 +229,5 @@ class LaneBlock:
 
     def _fail(self, t: int, lane: int | None, problem: str, cause: BaseException | None = None) -> NoReturn:
         """Raise the error of step ``t``."""
-        lane_text = "" if lane is None else f"lane {lane}, "
-        location = f"block {self.number}, {lane_text}step {t} of fragment {self.fragments}"
-        raise SimulatorFailed(f"{location}: {problem}", lane) from cause
+        step = f"block {self.number}, {'' if lane is None else f'lane {lane}, '}step {t} of fragment {self.fragments}"
+        raise SimulatorFailed(f"{step}: {problem}", lane) from cause

@@ -37,19 +37,19 @@ class Field:
 
     def step(self, actions_b: Array) -> LaneSteps:
         """Push each mass, and begin the next episode where one has ended: the last observation comes beside."""
-        before = np.linalg.norm(self._way, axis=1)
+        distances_b = np.linalg.norm(self._way, axis=1)
         self._speed = DRAG * self._speed + PUSH * actions_b
         self._way = self._way - self._speed
         self._steps += 1
-        after = np.linalg.norm(self._way, axis=1)
-        reached = after < REACHED
+        new_distances_b = np.linalg.norm(self._way, axis=1)
+        reached = new_distances_b < REACHED
         cut = (self._steps >= STEPS) & ~reached
         last, ended = self._observations(), np.flatnonzero(reached | cut).tolist()
         for lane in ended:
             self._begin(lane)
         return LaneSteps(
             observations_b=self._observations(),
-            rewards_b=before - after + reached,
+            rewards_b=distances_b - new_distances_b + reached,
             terminated_b=reached,
             truncated_b=cut,
             counted_b=np.ones(self.lanes, np.bool_),

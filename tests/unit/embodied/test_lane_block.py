@@ -156,6 +156,14 @@ def test_a_vector_that_answers_otherwise_than_its_spaces_is_named(answer: dict, 
         block_of(simulator).collect(0)
 
 
+def test_a_step_that_returns_what_gymnasium_does_is_refused():
+    simulator = VectorLanes(scripted_vector(2), SEEDS)
+    step = simulator.step
+    simulator.step = lambda actions_b: tuple(step(actions_b))
+    with pytest.raises(SimulatorFailed, match=r"^block 3, step 0 .*: the simulator's step returned tuple; .*LaneSteps"):
+        block_of(simulator).collect(0)
+
+
 def test_pictures_that_turn_into_fractions_are_refused():
     from gymnasium.spaces import Box
 
