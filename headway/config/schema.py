@@ -442,10 +442,8 @@ class Experiment(Section):
     @property
     def token_budget(self) -> int | None:
         """Staleness beyond which tokens carry no loss; None: all tokens carry loss."""
-        queue = self.queue
-        limits = [queue.budget] if queue.overdue == "mask" else []
-        if queue.max_token_staleness is not None:
-            limits.append(queue.max_token_staleness)
+        limits = [self.queue.budget] if self.queue.overdue == "mask" else []
+        limits += [] if self.queue.max_token_staleness is None else [self.queue.max_token_staleness]
         return min(limits, default=None)
 
     @property

@@ -80,11 +80,8 @@ class GeneratorPool:
         ``bring_to(weights, node)`` returns the weights in a form that the node's replicas can read. ``adapters`` are
         served beside the run's. ``router`` replaces the experiment's settings. ``role`` begins its workers' names."""
         self._launcher, self._experiment, self._clock = launcher, experiment, clock
-        self._on_event = on_event
-        self._log_directory = log_directory
-        self._restart_limit = restart_limit
-        self._bring_to = bring_to
-        self._adapters, self._role = adapters, role
+        self._on_event, self._log_directory, self._restart_limit = on_event, log_directory, restart_limit
+        self._adapters, self._role, self._bring_to = adapters, role, bring_to
         self._router_settings = settings = router or RouterConfig.of(experiment.router)
         self._replicas: list[Replica] = []
         for device in experiment.generator.devices:

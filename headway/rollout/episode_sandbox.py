@@ -169,8 +169,7 @@ class EpisodeSandbox:
         for remakes_left in range(_MAX_REMAKES, -1, -1):
             sandbox = None
             try:
-                sandbox = await self._ensure()
-                return await work(sandbox)
+                return await work(await self._ensure())
             except SandboxError as error:
                 if error.failure.cause != "infrastructure":
                     raise
