@@ -169,7 +169,8 @@ class EpisodeSandbox:
         for remakes_left in range(_MAX_REMAKES, -1, -1):
             sandbox = None
             try:
-                return await work(await self._ensure())
+                sandbox = await self._ensure()
+                return await work(sandbox)
             except SandboxError as error:
                 if error.failure.cause != "infrastructure":
                     raise
