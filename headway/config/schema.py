@@ -6,7 +6,7 @@ One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` nam
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
@@ -380,6 +380,7 @@ class LedgerConfig(Section):
 class Experiment(Section):
     """The whole experiment file."""
 
+    joins_groups: ClassVar[bool] = False  # the sequences of a group are one trajectory to a critic
     run: RunConfig
     model: ModelConfig
     tasks: TasksConfig
@@ -458,6 +459,11 @@ class Experiment(Section):
         """The value of `SamplingParameters.kept_sets` for samples that are trained on, where top_p, top_k or a grammar
         may truncate sampling; 0: they mayn't."""
         return self.algorithm.truncation_support_tokens if self.algorithm.allow_truncated_sampling else 0
+
+    @property
+    def constrains(self) -> bool:
+        """Whether the run may train on answers that grammars constrained."""
+        return self.kept_sets > 0 and self.environment.calls
 
     @property
     def max_sequence_tokens(self) -> int:

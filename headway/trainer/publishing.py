@@ -12,7 +12,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import get_world_size
 
-from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 from headway.models.loading import DTYPES
 from headway.models.shards.shard import row_width, shards_of
 from headway.runtime.devices import parse_device
@@ -69,7 +69,7 @@ def publishes(learner: Learner) -> bool:
 class WeightPublisher:
     """Publishes what a rank has of the weights under training, beside the other ranks that publish."""
 
-    def __init__(self, learner: Learner, experiment: Experiment, run_id: str, *, exports: bool) -> None:
+    def __init__(self, learner: Learner, experiment: PolicySections, run_id: str, *, exports: bool) -> None:
         """Versions are in this GPU's memory with ``exports`` (see `ModelService`) if that has space and all replicas
         read it, else in shared memory. Made by all ranks that publish together."""
         generator, devices = experiment.generator, learner.settings.devices

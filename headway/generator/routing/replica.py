@@ -11,6 +11,7 @@ from typing import Any
 from headway.config.adapter import AdapterConfig
 from headway.config.router import RouterConfig
 from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.routing.open_request import OpenRequest
 from headway.models.hf.pixels import FOLDER
@@ -145,7 +146,7 @@ class Replica:
 def replica_spec(
     index: int,
     device: str,
-    experiment: Experiment,
+    experiment: PolicySections,
     log_directory: str | Path | None,
     adapters: Mapping[str, AdapterConfig] | None = None,
     role: str = "generator",

@@ -29,7 +29,27 @@ def test_minimal_experiment_is_synchronous_and_has_two_blocks():
         ({"simulator": {"lanes": 12}}, "lanes = 12; valid: a multiple of simulator.block_lanes = 8"),
         ({"simulator": {"lanes": 8, "devices": ["cpu:0", "cpu:1"]}}, "has 2 for 1 blocks"),
         ({"queue": {"budget": 1}}, 'queue.budget = 1 with algorithm.correction = "none"'),
-        ({"model": {"path": "x"}}, r"\[model\] belongs to language models; .* valid sections are: run, simul"),
+        ({"rollout": {"top_k": 1}}, r"\[rollout\] belongs to language models; .* valid sections are: run, simul"),
+        ({"policy": {"chunk": 2}}, r"policy.chunk = 2 has no effect without \[model\]"),
+        ({"critic": {"path": "x"}}, r"critic.path = 'x' has no effect without \[model\]"),
+        (
+            {"model": {"path": "x"}, "simulator": {"group_lanes": 4}, "critic": {"path": "adapter"}},
+            "critic.path = 'adapter' has no effect with groups",
+        ),
+        ({"model": {"path": "x"}, "policy": {"squash": True}}, r"policy.squash = True has no effect with \[model\]"),
+        ({"simulator": {"block_lanes": 4, "group_lanes": 3}}, "block_lanes = 4; valid: a multiple of simulator.group"),
+        (
+            {
+                "model": {"path": "x"},
+                "simulator": {"group_lanes": 4},
+                "algorithm": {"correction": "vtrace"},
+            },
+            r'correction = "vtrace" with \[model\]',
+        ),
+        (
+            {"model": {"path": "x"}, "simulator": {"group_lanes": 4}, "policy": {"template": "go"}},
+            "policy.template = 'go'; valid: a text with {inputs}",
+        ),
         ({"run": {"offload": True}}, "run.offload = True has no effect"),
         ({"ledger": {"rollouts": "none"}}, "ledger.rollouts = 'none' has no effect"),
         ({"control": {"mode": "advise"}}, "control.mode = 'advise'"),
