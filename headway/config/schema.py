@@ -324,15 +324,20 @@ class TrainerConfig(Section):
 
 
 class WeightsConfig(Section):
-    exchange: str | None = None  # vllm-server: folder that it reads new weights from; unset: /dev/shm
+    # Tune: a bucket where nodes have no fast links to the trainer's machine, or are behind firewalls
+    exchange: str | None = None  # vllm-server: folder that it reads weights from; else: s3:// or http:// of a store
     # Tune: raise it when applying weights costs the generator much (report: apply, pause) and the budget has room
     steps_per_publish: Positive = 1  # every n-th version is published; queue.budget must be >= n - 1
+    # Tune: 1 where nodes have links as fast as memory: finding what has changed takes longer than it saves
+    whole_every: Positive = 256  # every n-th published version goes whole to other nodes, of others what has changed
 
 
 class CheckpointConfig(Section):
     # Tune: lower it where machines are preempted: steps after the last checkpoint are trained again
     every_steps: Positive = 50  # steps from one checkpoint to the next; the run's end writes one, too
     keep_last: Positive = 2  # older ones are removed
+    # Tune: set it to rebuild versions between two checkpoints: headway weights RUN --version V --output DIR
+    delta_bytes: NonNegative = 0  # size of what has changed in published versions, kept with the checkpoints; 0: none
 
 
 class EvaluationConfig(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ _FACTORY = "headway.generator.service:GeneratorService"
 # A replica serves calls between two decode steps. One that takes ten minutes is stuck and is killed, though its
 # worker's health checks see nothing: another thread answers them.
 _CALL_TIMEOUT_S = 600.0
+_ANSWERED = 1 << 16
 
 
 class Replica:
@@ -59,6 +61,7 @@ class Replica:
         self.update = 0  # number of the update it applied last; 0: none, it has the model at the configured path
         self.calls: dict[str, OpenRequest] = {}  # by ticket
         self.outstanding_tokens = 0
+        self.answered = deque[str](maxlen=_ANSWERED)  # requests that have ended here since the last update
         self.outbox: dict[str, OpenRequest] = {}  # by ticket: to be submitted in one call
         self.aborts: list[str] = []
         self.flushing = False
@@ -125,11 +128,11 @@ class Replica:
         await self.onloaded.wait()
         return await self._call_worker("score", probe)
 
-    def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
-        """The replica's standing for routing."""
-        return standing_of(self._condition(now), newest_update, grace_s)
+    def standing(self, now: float, newest_update: int, grace_s: float, oldest_version: int) -> Standing:
+        """The replica's standing for routing. ``oldest_version``: that takes requests where there are newer ones."""
+        return standing_of(self._condition(now, oldest_version), newest_update, grace_s)
 
-    def _condition(self, now: float) -> ReplicaCondition:
+    def _condition(self, now: float, oldest_version: int) -> ReplicaCondition:
         """The replica's state as the rules of ``control.routing.replicas`` take it."""
         return ReplicaCondition(
             live=self.live,
@@ -139,6 +142,7 @@ class Replica:
             silent=self.silent,
             allowed=self.breaker.allows(now),
             update=self.update,
+            outdated=self.version < oldest_version,
             updating_s=None if self.updating_since_s is None else now - self.updating_since_s,
         )
 

@@ -101,7 +101,7 @@ def test_reference_shows_limits_choices_defaults_and_resumability():
 NO_KEYS = re.compile(
     r"model\.(embed_tokens|layers|norm|vocabulary)|buffer\.db|control\.(agreement|routing)|cluster\.key$|run\.path"
     r"|rollout\.(failure|reward)|trainer\.publish|verifier\.score|environment\.(live_at_once|start_s|mcp_servers|docker)"
-    r"|weights\.(size_bytes|snapshot_s|copy_s|hash_s|fetch_s|check_s)$"  # a step's section
+    r"|weights\.(size_bytes|snapshot_s|copy_s|hash_s|encode_s|delta_bytes|fetch_s|check_s)$"  # a step's section
 )
 
 
