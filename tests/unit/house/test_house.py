@@ -135,6 +135,8 @@ BUDGETS = {  # feature -> lines
     "Objectives as streams: teachers, demonstrations, answers of tools, a rule for each source": 2_400,
     "Critics, passes over a batch, entropy, averages of weights, Muon": 1_200,
     "Policies in simulators, mends of workflows, a pool of games": 2_300,
+    "The tinker SDK's protocol: its messages, the order and the log of many tenants' requests": 1_900,
+    "A trainer of many tenants' adapters on one frozen base: losses, durable slots, passes that tenants share": 700,
 }
 MOST_LINES = 78_910 + sum(BUDGETS.values())
 
