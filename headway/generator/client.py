@@ -15,6 +15,7 @@ from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
 from headway.generator.routing.limiter import Limiter
+from headway.generator.routing.live_adapters import LiveAdapters
 from headway.generator.routing.prompt_calls import PromptCalls
 from headway.generator.routing.replica import Replica, activity_of, call_replica, raise_but_deaths, replica_spec
 from headway.generator.routing.router import Router
@@ -81,10 +82,8 @@ class GeneratorPool:
         ``bring_to(weights, node)`` returns the weights in a form that the node's replicas can read. ``adapters`` are
         served beside the run's. ``router`` replaces the experiment's settings. ``role`` begins its workers' names."""
         self._launcher, self._experiment, self._clock = launcher, experiment, clock
-        self._on_event = on_event
-        self._log_directory, self._restart_limit = log_directory, restart_limit
-        self._bring_to = bring_to
-        self._adapters, self._role = adapters, role
+        self._on_event, self._log_directory, self._restart_limit = on_event, log_directory, restart_limit
+        self._adapters, self._role, self._bring_to = adapters, role, bring_to
         self._router_settings = settings = router or RouterConfig.of(experiment.router)
         self._replicas: list[Replica] = []
         for device in experiment.generator.devices:
@@ -104,6 +103,7 @@ class GeneratorPool:
         )
         self._updates = VersionUpdates(clock, self._apply)
         self._updating, self._voided = asyncio.Lock(), list[str]()  # of `take_voided`
+        self.adapters = LiveAdapters(self._replicas)
         self.prompts = PromptCalls(self._replicas, clock, self._require_running)
         self._supervisors: dict[str, asyncio.Task[None]] = {}  # by replica
         self._stopping = False
@@ -408,6 +408,7 @@ class GeneratorPool:
         if restarted:
             await self._refresh(replica)  # the probe that closes its breaker
         await self._updates.catch_up(replica, _PATIENCE_S)
+        await self.adapters.restore(replica)
         if restarted:
             self._router.note_restarted(replica)
             replica.live = True

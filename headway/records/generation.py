@@ -45,6 +45,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     # Above 0: log-probabilities are over the set that each token was sampled among, and the sets of top-p and top-k are
     # returned as rows (`records.tokens.KEPT`); one of more ids ends the request. 0: over the full vocabulary.
     kept_sets: int = 0
+    untempered: bool = False  # log-probabilities are those at temperature 1, whatever is sampled from; torch engine
 
 
 class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,6 +268,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: np.ndarray  # [L] float32, nats; NaN for the first token, which follows nothing
     top_ids: np.ndarray  # [L, K] int32: the K likeliest tokens in each one's place, likeliest first; -1 for the first
     top_logprobs: np.ndarray  # [L, K] float32; NaN for the first
+    target_logprobs: np.ndarray | None = None  # [L, T] float32: of T ids in each one's place; NaN where there is none
 
     @classmethod
     def unscored(cls, version: int, tokens: int, top: int) -> PromptLogprobs:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headway.config.adapter import AdapterConfig
 from headway.config.router import RouterConfig
 from headway.config.schema import Experiment
@@ -88,6 +90,10 @@ class Replica:
         """KV capacity in tokens."""
         return self.present.kv_capacity_tokens or self._capacity_tokens
 
+    async def change_adapter(self, name: str, folder: str) -> None:
+        """Register an adapter, or remove it if ``folder`` is "". Raises WorkerDied, and ConfigurationError."""
+        await (self._call_worker("add_adapter", name, folder) if folder else self._call_worker("remove_adapter", name))
+
     async def offload(self) -> list[MemoryMove]:
         """See `GeneratorService.offload`. Raises WorkerDied, and StorageFailed with the memory still on the device."""
         self.onloaded.clear()
@@ -118,11 +124,13 @@ class Replica:
         raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, ProbeScores)]
 
-    async def prompt_logprobs(self, ids: TokenIds, top: int, adapter: str) -> PromptLogprobs:
+    async def prompt_logprobs(
+        self, ids: TokenIds, top: int, adapter: str, targets: np.ndarray | None = None
+    ) -> PromptLogprobs:
         """See `GeneratorService.prompt_logprobs`. Raises WorkerDied, and ConfigurationError for a prompt that
         can't be computed."""
         await self.onloaded.wait()
-        return await self._call_worker("prompt_logprobs", ids, top, adapter)
+        return await self._call_worker("prompt_logprobs", ids, top, adapter, targets)
 
     async def _score(self, probe: Probe) -> ProbeScores:
         await self.onloaded.wait()
