@@ -116,10 +116,12 @@ class EmbodiedTrainerConfig(Section):
 
 
 class EpisodeEvaluationConfig(Section):
-    """Evaluation: episodes with fixed seeds and without noise, in simulators of their own."""
+    """Evaluation: episodes with fixed seeds, by the likeliest actions or sampled tokens, in simulators of their own."""
 
     every_steps: NonNegative = 0  # steps between two of them; 0: never
     episodes: Positive = 16  # of an evaluation
+    # Tune: 0 to see what the likeliest tokens do; 1 to see the policy that is trained
+    temperature: Annotated[float, Field(ge=0)] = 1.0  # with [model]: of its tokens; 0 takes the likeliest ones
     video: bool = True  # the first episode of each as RUN/videos/step_N.gif, where the simulator draws
 
 
@@ -128,6 +130,7 @@ _OF_TOKENS = {
     "simulator": "group_lanes",
     "policy": "template inputs observation_bins action_bins chunk repeat",
     "critic": "path learning_rate gae",
+    "evaluation": "temperature",
 }
 _OF_NETWORKS = {
     "policy": "hidden squash normalize",

@@ -1,4 +1,4 @@
-"""Evaluation: episodes with fixed seeds and without noise, in simulators of their own, and a picture of one."""
+"""Evaluation: episodes with fixed seeds in simulators of their own, and a picture of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.block import LaneBlock, seed_of
-from headway.embodied.policies import GreedyActing
+from headway.embodied.policies import EvaluatedPolicy
 from headway.embodied.records import Array, EpisodeEnd, LaneSimulator
 from headway.embodied.tokens.lanes import open_lanes
 from headway.records.errors import ConfigurationError
@@ -38,14 +38,14 @@ class Evaluator:
         }
         self._simulators: dict[int, LaneSimulator] = {}
 
-    def run(self, policy: GreedyActing, video: str, watchdog: Watchdog) -> tuple[list[EpisodeEnd], str]:
+    def run(self, policy: EvaluatedPolicy, video: str, watchdog: Watchdog) -> tuple[list[EpisodeEnd], str]:
         """Run the episodes, to at most `MAX_STEPS`. ``video``: file for the first lane's; "": none. Returns those that
         have ended, and why there is no video where one was asked for."""
         episodes, problem, steps = list[EpisodeEnd](), "", self._settings.steps_per_fragment
         for block, lanes in self._lanes.items():
             frames = _Frames(video) if video and block == 0 else None
             simulator = self._simulators.pop(block, None) or self._open(block, draws=frames is not None)
-            acting = _GreedyPolicy(policy, simulator, frames)
+            acting = _Evaluated(policy, simulator, frames)
             options: dict[str, Any] = {"seed": self._seed, "number": _HELD_OUT + block, "steps": steps}
             lane_block = LaneBlock(simulator, acting, simulator.spaces, watchdog=watchdog, **options)
             ended = dict[int, EpisodeEnd]()  # by lane, its first episode
@@ -78,17 +78,17 @@ class Evaluator:
         return open_lanes(experiment, settings.block_lanes, partial(seed_of, self._seed, _HELD_OUT + block, 0))
 
 
-class _GreedyPolicy:
-    """The policy's mean or mode; ``frames`` get a picture of the first lane before each step."""
+class _Evaluated:
+    """The policy as evaluations see it; ``frames`` get a picture of the first lane before each step."""
 
-    def __init__(self, policy: GreedyActing, simulator: LaneSimulator, frames: _Frames | None) -> None:
+    def __init__(self, policy: EvaluatedPolicy, simulator: LaneSimulator, frames: _Frames | None) -> None:
         self._policy, self._simulator, self._frames = policy, simulator, frames
 
     def act(self, observations_b: Any, noise_b: Array) -> tuple[Any, Any, Any]:
         if self._frames is not None:
             self._frames.add(self._simulator)
         zeros_b = np.zeros(len(noise_b), np.float32)
-        return self._policy.act_greedily(observations_b), zeros_b, zeros_b
+        return self._policy.act_in_evaluation(observations_b, noise_b), zeros_b, zeros_b
 
     def take_tokens(self) -> None:
         """Return None: evaluations aren't trained on."""

@@ -101,10 +101,10 @@ def normalised(observations_n: Any, mean: Any, deviation: Any) -> Any:
     return ((observations_n - mean) / deviation).clip(-CLIP, CLIP)
 
 
-class GreedyActing(Protocol):
-    """Chooses the likeliest actions of all lanes."""
+class EvaluatedPolicy(Protocol):
+    """Chooses the actions of all lanes in evaluations."""
 
-    def act_greedily(self, observations_b: Any) -> Any:
+    def act_in_evaluation(self, observations_b: Any, noise_b: Array) -> Any:
         """Return the actions of lanes [b, ...]."""
         ...
 
@@ -139,8 +139,8 @@ class LanePolicy:
         convert = np.asarray if isinstance(observations_b, np.ndarray) else lambda tensor_b: tensor_b
         return convert(self._shaped(actions_b)), convert(logprobs_b), convert(values_b)
 
-    def act_greedily(self, observations_b: Any) -> Any:
-        """Return the likeliest actions of lanes [b, ...] (of squashed ones the median)."""
+    def act_in_evaluation(self, observations_b: Any, noise_b: Array) -> Any:
+        """Return the likeliest actions of lanes [b, ...] (of squashed ones the median), whatever the noise."""
         outputs_b, _ = self._forward(observations_b)
         actions_b = self._shaped(self._network.distribution.mode(outputs_b))
         return np.asarray(actions_b) if isinstance(observations_b, np.ndarray) else actions_b

@@ -47,6 +47,7 @@ class TokenPolicy:
             grammar=actions.grammar,
             kept_sets=sections.kept_sets,
         )
+        self._evaluation_temperature = experiment.evaluation.temperature
         self._prompt_ids = lru_cache(_PROMPTS)(lambda text: self._tokenizer.render(text, model.template))
         self._version = -1
         self._steps: list[TokenSteps] = []
@@ -60,17 +61,15 @@ class TokenPolicy:
     def act(self, observations_b: Any, noise_b: Array) -> tuple[Array, Array, Array]:
         """Return the numbers of chunks [b, d], their log-probabilities [b], and zeros. The noise of a lane is the seed
         of its response."""
-        seeds = [int.from_bytes(noise.tobytes()[:8], "little") >> 1 for noise in noise_b]
-        sampling_b = [msgspec.structs.replace(self._sampling, seed=seed) for seed in seeds]
-        actions_b, steps = self._respond(observations_b, sampling_b)
+        actions_b, steps = self._respond(observations_b, noise_b, self._sampling)
         self._steps.append(steps)
         starts_b = np.cumsum(steps.responses_k) - steps.responses_k
         return actions_b, np.add.reduceat(steps.logprobs_r, starts_b), np.zeros(len(actions_b), np.float32)
 
-    def act_greedily(self, observations_b: Any) -> Array:
-        """Return the numbers of the chunks [b, d] whose tokens are the likeliest ones, token by token."""
-        greedy = msgspec.structs.replace(self._sampling, temperature=0.0)
-        return self._respond(observations_b, [greedy] * len(observations_b))[0]
+    def act_in_evaluation(self, observations_b: Any, noise_b: Array) -> Array:
+        """Return the numbers of chunks [b, d] that are sampled at the evaluation's temperature."""
+        sampling = msgspec.structs.replace(self._sampling, temperature=self._evaluation_temperature)
+        return self._respond(observations_b, noise_b, sampling)[0]
 
     def take_tokens(self) -> TokenSteps | None:
         """Return the tokens of the `act` calls since the last one; None: there were none."""
@@ -80,8 +79,10 @@ class TokenPolicy:
         (grammar, *_), *arrays = zip(*steps, strict=True)
         return TokenSteps(grammar, *map(np.concatenate, arrays))
 
-    def _respond(self, observations_b: Any, sampling_b: list[SamplingParameters]) -> tuple[Array, TokenSteps]:
+    def _respond(self, observations_b: Any, noise_b: Array, sampling: SamplingParameters) -> tuple[Array, TokenSteps]:
         """Sample a response of every lane. Raises HeadwayError with the engine's error."""
+        seeds = [int.from_bytes(noise.tobytes()[:8], "little") >> 1 for noise in noise_b]
+        sampling_b = [msgspec.structs.replace(sampling, seed=seed) for seed in seeds]
         prompts = [self._prompt_ids(text) for text in self._observations.texts(to_host(observations_b))]
         pairs = enumerate(zip(prompts, sampling_b, strict=True))
         self._engine.submit(

@@ -31,6 +31,7 @@ def test_minimal_experiment_is_synchronous_and_has_two_blocks():
         ({"queue": {"budget": 1}}, 'queue.budget = 1 with algorithm.correction = "none"'),
         ({"rollout": {"top_k": 1}}, r"\[rollout\] belongs to language models; .* valid sections are: run, simul"),
         ({"policy": {"chunk": 2}}, r"policy.chunk = 2 has no effect without \[model\]"),
+        ({"evaluation": {"temperature": 0.5}}, r"evaluation.temperature = 0.5 has no effect without \[model\]"),
         ({"critic": {"path": "x"}}, r"critic.path = 'x' has no effect without \[model\]"),
         (
             {"model": {"path": "x"}, "simulator": {"group_lanes": 4}, "critic": {"path": "adapter"}},

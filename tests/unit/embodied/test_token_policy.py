@@ -69,6 +69,18 @@ def test_fragments_have_an_episode_of_every_lane_and_its_tokens(model: str, tmp_
     assert policy.take_tokens() is None
 
 
+def test_evaluations_sample_at_their_temperature(model: str, tmp_path: Path):
+    responses = {}
+    for temperature in (0.0, 1.0):
+        block, policy = block_of(token_experiment(tmp_path, model, evaluation={"temperature": temperature}))
+        observations_b = block.collect(0).observations_tb[0]
+        noises = [np.full((8, 1), noise, np.float32) for noise in (0.25, 0.75, 0.25)]
+        responses[temperature] = [policy.act_in_evaluation(observations_b, noise_b) for noise_b in noises]
+        assert (responses[temperature][0] == responses[temperature][2]).all()
+    assert (responses[0.0][0] == responses[0.0][1]).all()
+    assert (responses[1.0][0] != responses[1.0][1]).any()
+
+
 def test_equal_seeds_make_equal_fragments(model: str, tmp_path: Path):
     fragments = [block_of(token_experiment(tmp_path, model))[0].collect(0) for _ in range(2)]
     first, second = (fragment.tokens for fragment in fragments)
