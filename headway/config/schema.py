@@ -442,16 +442,14 @@ class Experiment(Section):
     @property
     def open_groups(self) -> int | None:
         """Largest number of open groups by queue.oversampling; None: all that admission allows."""
-        queue = self.queue
-        return None if queue.oversampling is None else math.ceil(queue.oversampling * queue.groups_per_step)
+        share = self.queue.oversampling
+        return None if share is None else math.ceil(share * self.queue.groups_per_step)
 
     @property
     def token_budget(self) -> int | None:
         """Staleness beyond which tokens carry no loss; None: all tokens carry loss."""
-        queue = self.queue
-        limits = [queue.budget] if queue.overdue == "mask" else []
-        if queue.max_token_staleness is not None:
-            limits.append(queue.max_token_staleness)
+        limits = [self.queue.budget] if self.queue.overdue == "mask" else []
+        limits += [] if self.queue.max_token_staleness is None else [self.queue.max_token_staleness]
         return min(limits, default=None)
 
     @property
@@ -461,8 +459,7 @@ class Experiment(Section):
 
     @property
     def kept_sets(self) -> int:
-        """The value of `SamplingParameters.kept_sets` for samples that are trained on, where top_p, top_k or a grammar
-        may truncate sampling; 0: they mayn't."""
+        """`SamplingParameters.kept_sets` of samples to train on, if top_p, top_k or grammars may truncate; else 0."""
         return self.algorithm.truncation_support_tokens if self.algorithm.allow_truncated_sampling else 0
 
     @property

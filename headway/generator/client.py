@@ -157,8 +157,7 @@ class GeneratorPool:
         return [outcome for outcome in outcomes if isinstance(outcome, AppliedWeights)]
 
     async def applied_version(self) -> int:
-        """Return the lowest version applied by a live replica that isn't behind; while there is none, the newest
-        announced one."""
+        """Return the lowest version of live replicas that aren't behind; if there is none, the newest announced."""
         self._require_running()
         standings = zip(self._replicas, self._router.standings(self._clock.now()), strict=True)
         versions = [replica.version for replica, standing in standings if replica.live and standing != "behind"]

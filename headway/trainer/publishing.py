@@ -64,7 +64,7 @@ class PublishingRanks:
             work.wait()
 
 
-def archive_of(experiment: Experiment) -> DeltaArchive:
+def archive_of(experiment: PolicySections) -> DeltaArchive:
     """The deltas that are kept with a run's checkpoints."""
     run = experiment.run.directory
 

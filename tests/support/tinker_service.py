@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from headway.config.endpoint import EndpointConfig
-from headway.config.tinker import TinkerConfig
+from headway.config.services.tinker import TinkerConfig
 from headway.records.errors import InfrastructureError
 from headway.records.tenants.protocols import (
     AdapterNotLoaded,

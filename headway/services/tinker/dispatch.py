@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from headway.config.tinker import TinkerConfig
+from headway.config.services.tinker import TinkerConfig
 from headway.control.tenant_shares import DeficitRoundRobin
 from headway.records.errors import HeadwayError, InfrastructureError, StorageFailed, WorkerDied
 from headway.records.tenants.protocols import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headway.config.tinker import TinkerConfig
+from headway.config.services.tinker import TinkerConfig
 from headway.records.errors import InfrastructureError, WorkerDied
 from headway.records.tenants.protocols import (
     BaseDescription,

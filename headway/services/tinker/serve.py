@@ -18,7 +18,7 @@ from headway.config.load import apply_overrides, read_toml, validate
 from headway.config.model import ModelConfig
 from headway.config.schema import Experiment
 from headway.config.section import Section
-from headway.config.tinker import TinkerConfig
+from headway.config.services.tinker import TinkerConfig
 from headway.generator.client import GeneratorPool
 from headway.generator.endpoint.server import serving
 from headway.models.adapter_targets import base_digest

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from headway.config.tinker import TinkerConfig
+from headway.config.services.tinker import TinkerConfig
 from headway.control.cost import TokenPrices
 from headway.control.tenant_shares import DeficitRoundRobin
 from headway.generator.endpoint.errors import HttpError

@@ -12,7 +12,7 @@ from scratch_folders import scratch_folder
 from test_tinker_dispatch import Client, session_of
 from tinker_service import CountingSampler, Disk, HistoryTrainer, Service, call
 
-from headway.config.tinker import TinkerConfig
+from headway.config.services.tinker import TinkerConfig
 from headway.generator.endpoint.errors import HttpError
 from headway.generator.recording.sessions import KeyRefused
 from headway.records.errors import ConfigurationError
