@@ -23,7 +23,7 @@ NOISE, ANYWHERE = 0.5, 0.4  # deviation of an action, and share of decisions tha
 
 def demonstrate(seed: int) -> tuple[np.ndarray, np.ndarray, float]:
     """Observations [t, lanes, 39] and actions [t, lanes, 4] of one episode of every lane, and their success rate."""
-    import envpool
+    import envpool  # pyright: ignore[reportMissingImports]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

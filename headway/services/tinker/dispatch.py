@@ -114,12 +114,13 @@ class TinkerDispatch:
             raise TooManyRequests(f"{request.scope} has {open_count} requests without a reply: valid: {_OPEN_REQUESTS}")
         if self._log.request(*(key := (request.scope, request.sequence))) is None:
             self.accounts.arrive(session.tenant, key, tokens, refusable=request.sequence > turn)
-        admission = None
         try:
             admission = self._log.submit(request, self.operations.arrival(request, model))
-        finally:
-            if admission in (None, RequestAdmission.RELEASED):
-                self.accounts.depart(session.tenant, key)
+        except BaseException:
+            self.accounts.depart(session.tenant, key)
+            raise
+        if admission is RequestAdmission.RELEASED:
+            self.accounts.depart(session.tenant, key)
         self.counts[admission.value] += 1
         if admission is RequestAdmission.NEW:
             self.keep_alive(session.id)

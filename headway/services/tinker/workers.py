@@ -235,7 +235,7 @@ class AdapterSampler:
         if request.topk_sample_logprobs:
             top = await self._top_of(request, name, result)
         return TenantSample(
-            token_ids=result.response.ids.array,
+            token_ids=np.asarray(result.response.ids, np.int32),
             logprobs=np.asarray(result.response.logprobs, np.float32),
             stopped=result.finish_reason == "stop",
             top=top,
