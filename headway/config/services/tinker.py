@@ -19,7 +19,7 @@ class TinkerConfig(Section):
     max_rank: Positive = 64  # largest rank of an adapter
     alpha: Annotated[float, Field(gt=0)] = 32.0  # every adapter's product is scaled by alpha / rank
     models_per_tenant: Positive = 8  # models of living sessions
-    # Tune: as many as memory has room for: one that isn't resident is loaded at its next request
+    # As many as memory has room for: one that isn't resident is loaded at its next request
     resident_adapters: Positive = 32  # adapters in the trainer's memory, and in the engine's
     session_timeout_s: Seconds = 300.0  # a session without a heartbeat for so long is dead, and its memory freed
     stable_reinforce: Literal["refuse", "importance_sampling", "ppo"] = "refuse"  # the loss that is computed for it

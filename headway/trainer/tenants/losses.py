@@ -1,4 +1,4 @@
-"""The losses of the tinker SDK: sums over tokens, by the formulas of `trainer.losses` where it has them.
+"""The losses of the tinker SDK: sums over tokens, by the formulas of the losses of other runs where it has them.
 
 Legend: suffix ``_m`` is one value per token, or per token and target; all are float32 (float64 in tests), in nats.
 """
@@ -50,7 +50,7 @@ def _ppo(logprobs_m: Tensor, inputs: Inputs, sequence_m: Tensor, settings: Setti
 
 
 def _cispo(logprobs_m: Tensor, inputs: Inputs, sequence_m: Tensor, settings: Settings) -> Tensor:
-    """``-sum clip(u, low, high) A log pi``, the clipped ratio a constant; unlike `trainer.losses.cispo` with a lower
+    """``-sum clip(u, low, high) A log pi``, the clipped ratio a constant; unlike `cispo` of other runs with a lower
     bound."""
     weights_m = ratio(logprobs_m, inputs["logprobs"]).detach().clamp(*_clips(settings, _CISPO_CLIPS))
     return -(weights_m * inputs["advantages"] * logprobs_m).sum()
