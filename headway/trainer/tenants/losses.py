@@ -1,4 +1,4 @@
-"""The losses of the tinker SDK: sums over tokens, by the formulas of the losses of other runs where it has them.
+"""The losses of the tinker SDK: sums over tokens, by the formulas of trainer/losses.py where it has them.
 
 Legend: suffix ``_m`` is one value per token, or per token and target; all are float32 (float64 in tests), in nats.
 """
