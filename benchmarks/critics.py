@@ -4,10 +4,10 @@
     python benchmarks/critics.py --seeds 0 --parts paired
 
 `paired`: the quickstart's cold start of each seed is trained in groups of one by PPO with a critic, and by the same
-objective without: each reward against the batch's mean. Both generate the same number of rollouts, and are scored on
-HELD_OUT tasks every EVERY steps. A third run has the quickstart's groups of eight, and as many samples a step. `steps`:
-sums of eight operations (examples/checked_steps), each operation a turn, by PPO with a critic: rewarded for each right
-step and the answer, and for the answer alone.
+objective without: each reward against the batch's mean. The critic begins as the cold start's model, of its own. Both
+generate the same number of rollouts, and are scored on HELD_OUT tasks every EVERY steps. A third run has the
+quickstart's groups of eight, and as many samples a step. `steps`: sums of eight operations (examples/checked_steps),
+each operation a turn, by PPO with a critic: rewarded for each right step and the answer, and for the answer alone.
 
 Prints a line a run, and as the last line one JSON object: `ppo_minus_mean` (mean over seeds of the difference in solve
 rate, each the mean of the last three evaluations), `ppo_minus_mean_interval` (95 %, of Student's distribution),
@@ -47,7 +47,7 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 COMMON = (*BESIDE_OTHERS, f"--evaluation.every_steps={EVERY}", "--evaluation.stop_at_solve_rate=1.0")
 ALONE = ("--rollout.group_size=1", f"--queue.groups_per_step={SAMPLES}", "--queue.filter_zero_variance=false")
 ARMS = {
-    "ppo": (*ALONE, "--algorithm.advantage=gae", "--critic.gae=[1.0, 1.0]"),
+    "ppo": (*ALONE, "--algorithm.advantage=gae", "--critic.gae=[1.0, 1.0]", "--critic.learning_rate=5e-4"),
     "mean": (*ALONE, "--algorithm.advantage=batch_mean_std"),
     "grpo": (f"--queue.groups_per_step={SAMPLES // 8}",),
 }
@@ -130,7 +130,8 @@ def paired(directory: Path, seeds: Sequence[int], steps: int) -> dict[str, Any]:
     for seed in seeds:
         start = cold_start(directory, seed)
         common = [*COMMON, *start_options(start, seed), f"--run.steps={steps}"]
-        folders = {name: train_once(directory, f"{name}-{seed}", [*common, *arm]) for name, arm in ARMS.items()}
+        arms = ARMS | {"ppo": (*ARMS["ppo"], f"--critic.path={start}/sft")}
+        folders = {name: train_once(directory, f"{name}-{seed}", [*common, *arm]) for name, arm in arms.items()}
         for name, folder in folders.items():
             report(name, seed, folder)
         differences.append(last_solve_rate(folders["ppo"]) - last_solve_rate(folders["mean"]))

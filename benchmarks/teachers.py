@@ -4,8 +4,9 @@
     python benchmarks/teachers.py --seeds 0 --parts paired self
 
 `paired`: for each seed the quickstart's cold start is trained by RL until validation is solved well; the result is the
-teacher of a second run from the same cold start, without rewards. Validation is scored every five steps; compared are
-the rollouts that were admitted until its solve rate was GOOD. `self`: the weights at the start of a step teach
+teacher of a second run from the same cold start, without rewards, and so in groups of one: 64 rollouts a step, the
+quickstart's 256 in groups of eight by rewards. Validation is scored every five steps; compared are the rollouts that
+were admitted until its solve rate was GOOD. `self`: the weights at the start of a step teach
 themselves beside rewards, which must change nothing. `hints`: a cold start with a quarter of rows whose prompts end
 with the solution; these weights then teach what they know with a task's hint to a policy that doesn't see it, and for
 comparison with hints that were shuffled among the tasks; scored on the held-out test, without hints.
@@ -37,6 +38,7 @@ HINTED_SHARE = 0.25  # of the demonstrations
 DEMONSTRATE = runpy.run_path(str(Path(CONFIG).with_name("make_tasks.py")))["demonstrate"]
 PAIRED = (*BESIDE_OTHERS, "--evaluation.every_steps=5")
 TAUGHT = ("--algorithm.teacher=taught", "--algorithm.policy_coefficient=0")
+ALONE = ("--rollout.group_size=1", "--queue.groups_per_step=64")
 HINTS = (
     *BESIDE_OTHERS,
     "--run.steps=150",
@@ -94,8 +96,8 @@ def paired(directory: Path, seeds: list[int]) -> Iterator[tuple[int, float]]:
         start = cold_start(directory, seed)
         options = [*PAIRED, *task_options(start), f"--model.path={start}/sft", f"--run.seed={seed}"]
         by_rewards = train_once(directory, f"rewards-{seed}", options)
-        teacher = [*TAUGHT, f"--teachers.taught.path={by_rewards}/best", f"--evaluation.stop_at_solve_rate={GOOD}"]
-        taught = train_once(directory, f"taught-{seed}", [*options, *teacher])
+        teacher = [f"--teachers.taught.path={by_rewards}/best", f"--evaluation.stop_at_solve_rate={GOOD}"]
+        taught = train_once(directory, f"taught-{seed}", [*options, *TAUGHT, *ALONE, *teacher])
         taught_count, reward_count = rollouts_until_good(taught), rollouts_until_good(by_rewards)
         print(f"seed {seed}: {taught_count} rollouts taught, {reward_count} by rewards until {GOOD:g}", flush=True)
         if not taught_count or not reward_count:

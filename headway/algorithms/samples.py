@@ -437,8 +437,7 @@ EMPTY_MICRO_BATCH = MicroBatchArrays(
 
 def input_lengths(arrays: SampleArrays) -> IntArray:
     """[S] tokens each sequence feeds to the model: its length less one, or 0 if it has no loss token."""
-    scored_tokens_s = _loss_tokens(arrays.scored_n, arrays.lengths_s)
-    return np.where(scored_tokens_s > 0, arrays.lengths_s - 1, 0)
+    return np.where(_loss_tokens(arrays.scored_n, arrays.lengths_s) > 0, arrays.lengths_s - 1, 0)
 
 
 def slice_micro_batch(

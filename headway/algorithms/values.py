@@ -89,6 +89,17 @@ class Moments:
         return np.where(deviation > LEAST_DEVIATION, deviation, 1.0)[()]
 
 
+def least_probabilities(arrays: SampleArrays) -> NDArray[np.float32]:
+    """[N] the lowest probability at which a loss token before this one in its sequence was sampled; 1: there is none.
+
+    Example: a prompt, then tokens sampled at 0.9 and 0.2, a tool's answer, one at 0.5: 1, .9, .2 (answer), .2."""
+    logprobs_n = np.where(arrays.loss_mask_n, arrays.behaviour_logprobs_n, np.float32(0.0))
+    least_n = np.zeros(arrays.tokens, np.float32)
+    for start, length in zip(arrays.starts_s.tolist(), arrays.lengths_s.tolist(), strict=True):
+        least_n[start + 1 : start + length] = np.minimum.accumulate(logprobs_n[start : start + length][:-1])
+    return np.exp(least_n)
+
+
 def with_ends(arrays: SampleArrays) -> tuple[SampleArrays, BoolArray]:
     """``arrays`` with one more token behind each sequence that bootstraps, whose predictor is the sequence's last
     token: its value is that of the state where the sequence was cut. And [N] which tokens are those of ``arrays``."""

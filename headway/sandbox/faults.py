@@ -68,8 +68,7 @@ class FaultyBackend:
             await self._clock.sleep(self._slow_s)
         while kind == "unanswered":
             await self._clock.sleep(3600.0)
-        sandbox = await self._backend.create(spec, **options)
-        return FaultySandbox(sandbox, self, self._clock)
+        return FaultySandbox(await self._backend.create(spec, **options), self, self._clock)
 
     async def capabilities(self) -> Capabilities:
         return await self._backend.capabilities()

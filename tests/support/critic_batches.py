@@ -61,8 +61,11 @@ def defined(
         rollout = sample.rollout
         ids = torch.tensor(rollout.prompt_ids + rollout.response_ids)
         hidden = model.forward_packed(ids, [len(ids)])  # of the state behind each token
-        raw = hidden / hidden.square().mean(-1, keepdim=True).sqrt() @ head[:-1] + head[-1]
-        places = [len(rollout.prompt_ids) + i for i, sampled in enumerate(rollout.response_mask) if sampled]
+        sampled = [(i, math.exp(x)) for i, x in enumerate(rollout.response_logprobs) if rollout.response_mask[i]]
+        places = [len(rollout.prompt_ids) + i for i, _ in sampled]
+        least = [min([1.0] + [p for i, p in sampled if len(rollout.prompt_ids) + i <= n]) for n in range(len(ids))]
+        raw = hidden / hidden.square().mean(-1, keepdim=True).sqrt() @ head[:-2] + head[-1]
+        raw = raw + 0.3 * hidden.shape[1] * torch.tensor(least) * head[-2]
         score = raw[[place - 1 for place in places]]
         v = [mean + deviation * x for x in score.tolist()]
         ends = list(rollout.turn_ends) if len(sample.rewards) > 1 else [len(rollout.response_ids)]

@@ -99,5 +99,4 @@ class KernelTaskFile:
                 f'{location}: no task: it has {", ".join(sorted(row)) or "nothing"}; valid: "task" (its name), '
                 '"task_id", or the prompt in "prompt" or "messages"'
             )
-        matching_names = (name for name, task in self.tasks.items() if task.prompt in prompt_text)
-        return next(matching_names, "")
+        return next((name for name, task in self.tasks.items() if task.prompt in prompt_text), "")

@@ -182,8 +182,7 @@ def reference_text(answer: str) -> str:
     formulas = _formulas(text)
     outside_text = _DELIMITED.sub(" ", text)
     if len(formulas) == 1 and not any(character.isdigit() for character in outside_text):
-        parsed_value = read_value(plain_text(text))
-        return text if isinstance(parsed_value, Number) else formulas[0]
+        return text if isinstance(read_value(plain_text(text)), Number) else formulas[0]
     if formulas:
         return ", ".join(formulas) if _LISTED.fullmatch(outside_text) else ""
     return (

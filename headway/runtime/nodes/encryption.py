@@ -77,8 +77,7 @@ class ServerEncryption:
             raise ConnectionRefused(f"the connection broke: {error}") from None
         if not first_bytes or not _TLS_HANDSHAKE.startswith(first_bytes):
             return None
-        tls_socket = await _handshake(self._context, sock, server=True)
-        return _relayed(tls_socket, self._binding)
+        return _relayed(await _handshake(self._context, sock, server=True), self._binding)
 
 
 async def encrypted_client(sock: socket.socket) -> EncryptedSocket:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays, sequence_of_token
-from headway.algorithms.values import Moments, values_of_tokens, with_ends
+from headway.algorithms.values import Moments, least_probabilities, values_of_tokens, with_ends
 from headway.config.objective.critic import ADAPTER, GAE, TRUNK
 from headway.config.services.policy_sections import PolicySections
 from headway.models.packed_model import PackedModel
@@ -27,11 +27,15 @@ from headway.trainer.learner import Learner, Update
 from headway.trainer.optimizer import AdamW
 from headway.trainer.state_files import ATTACHED
 
+LEAST_SCALE = 0.3  # of the learning speed of all weights of hidden states together: these add up
+
 
 class Critic:
-    """Values V = mean + deviation x (w·h + b) of the states before loss tokens, with the mean and deviation of all
-    returns so far, and hidden states h scaled to a root mean square of 1, so that the head learns numbers of a size of
-    1 from such numbers whatever rewards and model are.
+    """Values V = mean + deviation x (w·h + u p + b) of the states before loss tokens, with the mean and deviation of
+    all returns so far, and hidden states h scaled to a root mean square of 1, so that the head learns numbers of a size
+    of 1 from such numbers whatever rewards and model are. p is the lowest probability at which a token so far was
+    sampled, times LEAST_SCALE and the width: hidden states of a policy are for the next token, and say little of
+    whether an earlier one was a slip.
 
     Lifecycle, step by step: `prepare` at its start, `backward` for each micro-batch, `update` for each optimiser step,
     `commit` once it has made a version: only then do its returns count, and the head changes so that no value does
@@ -47,7 +51,8 @@ class Critic:
         self._joins_groups = experiment.joins_groups
         self._network = None if self._settings.path == TRUNK else _open_network(experiment, policy)
         width, device = self.model.config.width, policy.device
-        self.head = torch.zeros(width + 1, device=device, requires_grad=True)  # w, then b
+        self.head = torch.zeros(width + 2, device=device, requires_grad=True)  # w, u, b
+        self._least_n = np.zeros(0, np.float32)  # p of the batch's tokens, and of ends while `prepare` computes values
         self._optimiser = AdamW([self.head])
         self._optimiser.state[self.head] = self._optimiser.zero_state(self.head)
         self._moments = torch.zeros(3, dtype=torch.float64)  # of returns, as `Moments` has them
@@ -83,7 +88,7 @@ class Critic:
 
     def start_values(self, batch: MicroBatchArrays) -> Tensor:
         """Values [M] of a micro-batch's scored tokens, in the head's units. Called without gradients."""
-        return self._read(self._hidden_states(batch))
+        return self._read(self._hidden_states(batch), batch)
 
     def _hidden_states(self, batch: MicroBatchArrays, *, trains: bool = False) -> Tensor:
         """Hidden states [M, d] that predict the scored tokens. A network of its own reads an id that it lacks, of the
@@ -92,9 +97,11 @@ class Critic:
         ids_n = np.minimum(batch.input_ids, self.model.config.vocabulary_size - 1)
         return learner.hidden_states(self.model, replace(batch, input_ids=ids_n), batch.predictors_m, trains=trains)
 
-    def _read(self, hidden_md: Tensor) -> Tensor:
-        scaled_md = functional.rms_norm(hidden_md.float(), hidden_md.shape[-1:])
-        return scaled_md @ self.head[:-1] + self.head[-1]
+    def _read(self, hidden_md: Tensor, batch: MicroBatchArrays) -> Tensor:
+        width = hidden_md.shape[-1]
+        least_m = torch.from_numpy(LEAST_SCALE * width * self._least_n[batch.targets_m]).to(self.head.device)
+        scaled_md = functional.rms_norm(hidden_md.float(), (width,))
+        return scaled_md @ self.head[:-2] + least_m * self.head[-2] + self.head[-1]
 
     def prepare(
         self,
@@ -107,7 +114,9 @@ class Critic:
         and return [N, 3], in units of reward; 0 for others. A call of all ranks. ``score``: `start_values` of all
         scored tokens [N]."""
         (extended, own_n), scale = with_ends(arrays), self.scale
+        self._least_n = least_probabilities(extended)
         scored_n = scale.mean + scale.deviation * score(extended).astype(np.float64)
+        self._least_n = self._least_n[own_n]
         cut_values_s = np.zeros(arrays.samples)
         if arrays.bootstraps_s is not None:
             cut_values_s[arrays.bootstraps_s] = scored_n[~own_n]
@@ -142,7 +151,7 @@ class Critic:
             hidden_md = self._hidden_states(batch, trains=True)
         scaled_m2 = ((values_n[idx_m, :2] - scale.mean) / scale.deviation).astype(np.float32)
         start_m, targets_m = torch.from_numpy(scaled_m2).to(self.head.device).unbind(1)
-        losses_m = clipped_value_loss(self._read(hidden_md), start_m, targets_m)
+        losses_m = clipped_value_loss(self._read(hidden_md, batch), start_m, targets_m)
         is_valued_m = torch.from_numpy(policy_n[idx_m]).to(self.head.device)
         loss = torch.where(is_valued_m, losses_m, 0.0).sum() / self._tokens
         learner.backward(loss)

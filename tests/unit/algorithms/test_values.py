@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 from headway.algorithms.groups.batches import build_batch, trains_without_reward, useful_samples
 from headway.algorithms.groups.filters import GroupFilters
 from headway.algorithms.samples import build_arrays, lay_out
-from headway.algorithms.values import Moments, values_of_tokens, with_ends
+from headway.algorithms.values import Moments, least_probabilities, values_of_tokens, with_ends
 from headway.config.load import validate_experiment
 from headway.config.objective.critic import CriticConfig
 from headway.config.schema import Experiment
@@ -39,11 +39,10 @@ def rollout(mask: list[int], reward: float = 1.0, group: int = 0, **fields: Any)
         member=0,
         prompt_ids=(7, 8),
         response_ids=tuple(range(tokens)),
-        response_logprobs=(-1.0,) * tokens,
         response_mask=tuple(map(bool, mask)),
         versions=(VersionSpan(version=0, tokens=tokens),),
         reward=reward,
-        **fields,
+        **({"response_logprobs": (-1.0,) * tokens} | fields),
     )
 
 
@@ -179,3 +178,12 @@ def test_a_token_is_added_behind_each_cut_sequence() -> None:
         row_lengths = np.array(list(after.token_rows[EXPERTS].lengths))
         assert row_lengths[added].tolist() == [0] * len(added)
         assert row_lengths.sum() == 4 * len(samples)
+
+
+def test_the_lowest_probability_is_that_of_earlier_loss_tokens() -> None:
+    """A tool's answer isn't sampled, and another sequence begins with none."""
+    logprobs = tuple(np.log([0.9, 0.2, 1e-9, 0.5]).tolist())
+    first, second = (rollout([1, 1, 0, 1], group=group, response_logprobs=logprobs) for group in range(2))
+    samples = tuple(Sample(rollout=one, advantage=0.0, rewards=(1.0,)) for one in (first, second))
+    probabilities_n = least_probabilities(build_arrays(TrainBatch(step=0, samples=samples)))
+    np.testing.assert_allclose(probabilities_n, [1, 1, 1, 0.9, 0.2, 0.2] * 2, rtol=1e-6)

@@ -226,8 +226,7 @@ class VllmCore:
     def step(self) -> list[StepOutput]:
         """Run one engine step; returns the outputs by request."""
         outputs = self._client.get_output()
-        version = outputs.weight_version
-        return [_sampled(output, version) for output in outputs.outputs]
+        return [_sampled(output, outputs.weight_version) for output in outputs.outputs]
 
     def drain(self) -> list[StepOutput]:
         """Finish the steps scheduled ahead (none on a CPU) and return their outputs."""
