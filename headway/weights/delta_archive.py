@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from headway.records.errors import WeightsCorrupt
@@ -37,10 +38,11 @@ class DeltaArchive:
             scratch.unlink(missing_ok=True)
         first_version, free_bytes = self._oldest_checkpoint(), self._limit_bytes
         for kept_version, path in sorted(_files(self._folder), reverse=True):
-            free_bytes -= path.stat().st_size
-            is_other = kept_version >= version and path != target
-            if is_other or free_bytes < 0 or kept_version <= first_version:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # removed by a trainer that this one has taken over from
+                free_bytes -= path.stat().st_size
+                is_other = kept_version >= version and path != target
+                if is_other or free_bytes < 0 or kept_version <= first_version:
+                    path.unlink()
 
 
 def kept_chain(folder: Path, version: int, checkpoints: Collection[int]) -> tuple[int, list[DeltaContent]]:

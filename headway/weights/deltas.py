@@ -126,12 +126,12 @@ def delta_in(content: bytes, path: str, checksum: str) -> PublishedDelta:
 def _read_head(content: memoryview, name: str) -> tuple[_Head, int, int]:
     """The head of a delta's file, and the first bytes of its table and of its sections. Raises WeightsCorrupt."""
     magic, head_bytes, table_bytes = _HEAD.unpack_from(content) if len(content) >= _HEAD.size else (b"", 0, 0)
-    if magic != _MAGIC:
+    if magic != _MAGIC or table_bytes % 8:
         raise WeightsCorrupt(f"{name} isn't a delta of this version of headway")
     table_start = _HEAD.size + head_bytes
     try:
         head = msgspec.json.decode(content[_HEAD.size : table_start], type=_Head)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WeightsCorrupt(f"{name} has no head: {error}") from None
     return head, table_start, table_start + table_bytes
 

@@ -94,13 +94,18 @@ class _HttpStore:
 
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs the URL of each request
         self._errors: Any = httpx.HTTPError
-        self._client, self._address = httpx.Client(timeout=_TIMEOUT_S), address.rstrip("/")
+        # Ranges are of the object's bytes, not of compressed ones.
+        self._client = httpx.Client(timeout=_TIMEOUT_S, headers={"Accept-Encoding": "identity"})
+        self._address = address.rstrip("/")
 
     def write(self, name: str, path: Path) -> None:
         self._request("PUT", name, content=path.read_bytes())
 
     def size(self, name: str) -> int:
-        return int(self._request("HEAD", name).headers["content-length"])
+        length = self._request("HEAD", name).headers.get("content-length", "")
+        if not length.isdecimal():
+            raise OSError(f"HEAD {name}: no content-length")
+        return int(length)
 
     def read(self, name: str, first: int, count: int) -> bytes:
         answer = self._request("GET", name, headers={"Range": f"bytes={first}-{first + count - 1}"})
@@ -116,7 +121,7 @@ class _HttpStore:
             raise OSError(f"{method} {name}: {type(error).__name__}: {error}") from None
         if answer.status_code in (404, 410):
             raise FileNotFoundError(2, "No such object", name)
-        if answer.status_code >= 400:
+        if answer.status_code >= 300:  # nor is anything stored by a redirection
             raise OSError(f"{method} {name}: status {answer.status_code}")
         return answer
 

@@ -101,6 +101,17 @@ def test_what_a_store_loses_or_damages_is_never_a_version(http_store: HttpStore,
         service.close()
 
 
+@pytest.mark.parametrize("oddity", ["redirects", "has no lengths"])
+def test_a_server_that_is_no_store_is_refused_by_name(http_store: HttpStore, publisher: Publisher, oddity: str):
+    origin, reader = mirrors_at(http_store.address, publisher._stem)
+    http_store.redirects, http_store.has_lengths = oddity == "redirects", oddity == "redirects"
+    published = publisher.publish(0, Weights(kilobytes=20).step())
+    with pytest.raises(WeightsCorrupt, match="status 307" if oddity == "redirects" else "no content-length"):
+        reader.fetch(published, [], origin.store_published(published))
+    for service in (origin, reader):
+        service.close()
+
+
 @pytest.fixture
 def s3_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if find_spec("moto") is None:

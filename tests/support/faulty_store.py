@@ -12,11 +12,13 @@ from typing import Any
 
 
 class HttpStore:
-    """Serves PUT, HEAD, DELETE, and GET with ranges; ``fail_share`` of the answers are 503, some come late."""
+    """Serves PUT, HEAD, DELETE, and GET with ranges; ``fail_share`` of the answers are 503, some come late.
+    ``redirects``: PUT is told to go elsewhere; ``has_lengths``: HEAD says how long an object is."""
 
     def __init__(self, fail_share: float = 0.0) -> None:
         self.objects: dict[str, bytes] = {}
         self.fail_share, self.requests = fail_share, 0
+        self.redirects, self.has_lengths = False, True
         chances = random.Random(0)
         store = self
 
@@ -25,7 +27,8 @@ class HttpStore:
 
             def answer(self, status: int, content: bytes = b"", length: int | None = None) -> None:
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(content) if length is None else length))
+                if store.has_lengths or self.command != "HEAD":
+                    self.send_header("Content-Length", str(len(content) if length is None else length))
                 self.end_headers()
                 self.wfile.write(content)
 
@@ -36,6 +39,8 @@ class HttpStore:
                     return self.answer(503)
                 if chances.random() < store.fail_share:
                     time.sleep(0.02)
+                if self.command == "PUT" and store.redirects:
+                    return self.answer(307)
                 if self.command == "PUT":
                     store.objects[self.path] = body
                     return self.answer(201)

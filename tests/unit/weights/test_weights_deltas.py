@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,8 +19,10 @@ from writer_threads import ThreadWriter, WriterThreads, rows_of
 from headway.records.errors import WeightsCorrupt
 from headway.records.generation import PublishedDelta, PublishedWeights
 from headway.weights import delta_chain, deltas
+from headway.weights.delta_archive import DeltaArchive, kept_chain
 from headway.weights.deltas import DeltaContent, chain_to
 from headway.weights.shared_memory import Publisher, Subscriber
+from headway.weights.slot_file import HEADER
 from headway.weights.slots import reap
 
 torch.set_num_threads(1)
@@ -258,6 +261,37 @@ def test_delta_of_another_format_is_refused(publisher: Publisher):
             DeltaContent(announced, changed)
     with pytest.raises(WeightsCorrupt, match="is that of version 1 from 0"):
         DeltaContent(msgspec.structs.replace(delta, base=7), content)
+
+
+def test_kept_delta_with_any_bit_of_its_head_flipped_is_refused_or_is_the_version(tmp_path: Path):
+    archive = DeltaArchive(tmp_path / "kept", 1 << 30, lambda: 0)
+    with Publisher("run", directory=tmp_path, whole_every=100, archive=archive) as publisher:
+        base = Path(publisher.publish(0, drift(0)).path).read_bytes()
+        published = publisher.publish(1, drift(1))
+    *_, manifest_size, _, payload_size = HEADER.unpack_from(base)
+    manifest = base[HEADER.size : HEADER.size + manifest_size]
+    (file,) = (tmp_path / "kept").iterdir()
+    content, refused = file.read_bytes(), 0
+    for position in range(deltas._read_head(memoryview(content), "")[2]):
+        for bit in (0, 2, 7):
+            file.write_bytes(content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :])
+            payload = np.frombuffer(base, np.uint8)[-payload_size:].copy()
+            try:
+                _, chain = kept_chain(tmp_path / "kept", 1, {0})
+                for _ in deltas.apply_deltas(payload, chain):
+                    pass
+                deltas.require_version(published, manifest, chain[-1].table, payload)
+            except WeightsCorrupt:
+                refused += 1
+    assert refused > 2 * position, "but for the base's checksum, which whoever has the base compares"
+
+
+def test_kept_deltas_that_another_trainer_removes_meanwhile_are_not_missed(tmp_path: Path):
+    archive = DeltaArchive(tmp_path, 1 << 30, lambda: 0)
+    archive.add(1, "aa", [b"1"])
+    (tmp_path / "00000002-bb.delta").symlink_to(tmp_path / "gone")  # listed, and not there when it is looked at
+    archive.add(3, "cc", [b"3"])
+    assert {path.name for path in tmp_path.glob("*-[ac]*.delta")} == {"00000001-aa.delta", "00000003-cc.delta"}
 
 
 def test_changes_name_tensors_and_elements(publisher: Publisher):
