@@ -99,8 +99,11 @@ class MirrorTransfer:
             raise WeightsCorrupt(f"version {self._version} was overwritten at {self._source} while it was fetched")
 
     def _request(self, sock: socket.socket, offset: int, count: int) -> int:
-        sock.sendall(REQUEST.pack(self._is_delta, self._version, offset, count))
-        is_available, answer_bytes = ANSWER.unpack(receive_exactly(sock, ANSWER.size) or ANSWER.pack(False, 0))
+        try:
+            sock.sendall(REQUEST.pack(self._is_delta, self._version, offset, count))
+            is_available, answer_bytes = ANSWER.unpack(receive_exactly(sock, ANSWER.size) or ANSWER.pack(False, 0))
+        except OSError as error:
+            raise WeightsCorrupt(f"version {self._version} from {self._source}: {error}") from None
         if not is_available:
             name = f"the delta of version {self._version}" if self._is_delta else f"version {self._version}"
             raise WeightsCorrupt(f"{name} is no longer at {self._source}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,6 +194,19 @@ def test_nothing_of_a_delta_can_be_read_when_both_ways_fail(mirrors: dict[str, M
         b.fetch(published, [("127.0.0.1:1", ())])
     held_first = Subscriber().fetch(copy)
     assert held_first["b"][0, 0] == 1.0
+
+
+def test_a_mirror_that_dies_between_connection_and_request_breaks_the_transfer():
+    async def connect_to_dead_mirror(source: str) -> list[socket.socket]:
+        here, there = socket.socketpair()
+        there.close()
+        return [here]
+
+    with (
+        pytest.raises(WeightsCorrupt, match="version 3 from node-7"),
+        MirrorTransfer("node-7", 3, connect_to_dead_mirror),
+    ):
+        pass
 
 
 def test_a_version_that_a_slow_node_fetches_is_not_overwritten(

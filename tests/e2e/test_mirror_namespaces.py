@@ -147,6 +147,6 @@ def test_a_thousand_versions_are_bit_equal_over_three_namespaces(tmp_path: Path)
 
 def require_sound(counts: Counter[str]) -> None:
     print(dict(counts))
-    assert counts["checked"] and counts["killed"] and counts["cut"], "every fault has happened"
+    assert all(counts[name] for name in ("checked", "killed", "cut")), "every fault has happened"
     assert counts["versions_by_deltas"] >= 0.6 * counts["checked"]
     assert counts["refused"] <= 0.05 * counts["checked"]
