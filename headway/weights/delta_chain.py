@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ class DeltaChain:
         writers have one, or none has."""
         self._stem, self._whole_every, self._writers, self._archive = stem, whole_every, writers, archive
         self._base: ChainedVersion | None = None
-        self._files: list[tuple[PublishedDelta, Path, mmap.mmap]] = []  # a mapping holds its file
+        self._files: list[tuple[PublishedDelta, Path, mmap.mmap, int]] = []  # a mapping holds its file, of this inode
         self._since_whole = self._skipped = self._skips = 0  # versions
 
     def extend(
@@ -82,7 +83,7 @@ class DeltaChain:
                         self._archive.add(new.version, new.checksum, pieces)
                     if not begins:
                         self._write(folder, base, new, pieces)
-        return tuple(delta for delta, _, _ in self._files)
+        return tuple(delta for delta, *_ in self._files)
 
     def close(self) -> None:
         """Remove the files."""
@@ -111,12 +112,14 @@ class DeltaChain:
             size_bytes=size_bytes,
             digest=digest_of(pieces),
         )
-        self._files.append((delta, path, file_map))
-        while sum(delta.size_bytes for delta, _, _ in self._files) > MOST_OF_WHOLE * len(new.payload):
+        self._files.append((delta, path, file_map, path.stat().st_ino))
+        while sum(delta.size_bytes for delta, *_ in self._files) > MOST_OF_WHOLE * len(new.payload):
             self._unlink(1)
 
     def _unlink(self, count: int) -> None:
-        """Remove the oldest files."""
-        for _, path, _ in self._files[:count]:
-            path.unlink(missing_ok=True)
+        """Remove the oldest files, but not a successor's."""
+        for _, path, _, inode in self._files[:count]:
+            with suppress(FileNotFoundError):
+                if path.stat().st_ino == inode:
+                    path.unlink()
         del self._files[:count]

@@ -187,6 +187,17 @@ def test_full_disk_costs_only_the_delta(publisher: Publisher, monkeypatch: pytes
     assert len(publisher.publish(2, drift(2)).deltas) == 1
 
 
+def test_a_publisher_that_ends_leaves_its_successors_deltas(tmp_path: Path):
+    old, new = (Publisher("run", directory=tmp_path, whole_every=100) for _ in range(2))
+    for publisher in (old, new):
+        publisher.publish(0, drift(0))
+        (delta,) = publisher.publish(1, drift(1)).deltas
+    old.close()
+    assert Path(delta.path).exists()
+    new.close()
+    assert not list(tmp_path.glob("*.weights"))
+
+
 def test_files_of_a_killed_publisher_are_reaped(tmp_path: Path):
     publisher = Publisher("run", directory=tmp_path, whole_every=9)
     publisher.publish(0, drift(0))
