@@ -24,13 +24,13 @@ STEPS = 12
 def test_a_killed_worker_costs_no_step(seed: int, tmp_path: Path):
     """Simulators with their engine on core 0, the learner on core 1; one of them is killed at a moment of the seed."""
     model, rng, killed = token_model(tmp_path / "model"), random.Random(seed), list[int]()
-    core, delay_s = seed % 2, 0.2 + 2.0 * rng.random()
+    core, steps = seed % 2, rng.randint(1, STEPS - 3)
     begun = tmp_path / "run" / "ledger.jsonl"
 
     def kill() -> None:
-        while not begun.is_file() or '"step"' not in begun.read_text():
-            time.sleep(0.05)
-        time.sleep(delay_s)
+        while not begun.is_file() or begun.read_text().count('{"kind":"step"') < steps:
+            time.sleep(0.005)
+        time.sleep(0.1 * rng.random())
         for pid in pinned_children(core)[:1]:
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
