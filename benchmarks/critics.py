@@ -4,10 +4,11 @@
     python benchmarks/critics.py --seeds 0 --parts paired
 
 `paired`: the quickstart's cold start of each seed is trained in groups of one by PPO with a critic, and by the same
-objective without: each reward against the batch's mean. The critic begins as the cold start's model, of its own. Both
-generate the same number of rollouts, and are scored on HELD_OUT tasks every EVERY steps. A third run has the
-quickstart's groups of eight, and as many samples a step. `steps`: sums of eight operations (examples/checked_steps),
-each operation a turn, by PPO with a critic: rewarded for each right step and the answer, and for the answer alone.
+objective without: each reward against the batch's mean. The critic is a network of its own, which begins as the cold
+start's model. Both runs generate the same number of rollouts, and are scored on HELD_OUT tasks every EVERY steps. A
+third run has the quickstart's groups of eight, and as many samples a step. `steps`: sums of eight operations
+(examples/checked_steps), each operation a turn, by PPO with a critic on the policy's trunk: rewarded for each right
+step and the answer, and for the answer alone.
 
 Prints a line a run, and as the last line one JSON object: `ppo_minus_mean` (mean over seeds of the difference in solve
 rate, each the mean of the last three evaluations), `ppo_minus_mean_interval` (95 %, of Student's distribution),

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from parts.trained_run import ARITHMETIC, headway
+from parts.trained_run import ARITHMETIC, NO_TIME_LIMIT, headway
 
 CONFIG = ARITHMETIC / "experiment.toml"
 PEAK = 5e-3  # the quickstart's learning rate
@@ -66,7 +66,7 @@ class Sft:
             data, epochs = self._folder / "tasks" / "sft.jsonl", self._epochs * share
             sft = {"data": data, "output": output, "epochs": epochs, "learning_rate": rate}
             options = [f"--model.path={self._folder}/init", f"--trainer.optimizer={optimizer}"]
-            options += ["--run.time_limit_s=100000"]
+            options += [NO_TIME_LIMIT]
             options += [f"--sft.{key}={value}" for key, value in sft.items()]
             config = str(self._folder / "experiment.toml")
             command = [sys.executable, "-m", "headway.cli.main", "sft", config, "--json", "--quiet"]

@@ -6,10 +6,10 @@
 `paired`: for each seed the quickstart's cold start is trained by RL until validation is solved well; the result is the
 teacher of a second run from the same cold start, without rewards, and so in groups of one: 64 rollouts a step, the
 quickstart's 256 in groups of eight by rewards. Validation is scored every five steps; compared are the rollouts that
-were admitted until its solve rate was GOOD. `self`: the weights at the start of a step teach
-themselves beside rewards, which must change nothing. `hints`: a cold start with a quarter of rows whose prompts end
-with the solution; these weights then teach what they know with a task's hint to a policy that doesn't see it, and for
-comparison with hints that were shuffled among the tasks; scored on the held-out test, without hints.
+were admitted until its solve rate was GOOD. `self`: the weights at the start of a step teach themselves beside rewards,
+which must change nothing. `hints`: a cold start with a quarter of rows whose prompts end with the solution; these
+weights then teach what they know with a task's hint to a policy that doesn't see it, and for comparison with hints that
+were shuffled among the tasks; scored on the held-out test, without hints.
 
 Prints a line a run, and as the last line one JSON object: `distilled_over_rl` (median over seeds of the ratio of
 rollouts), `worst_distilled_over_rl`, `ratios`, `self_loss` (largest of all steps, nats a token), `self_slope` (largest

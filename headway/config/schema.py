@@ -442,9 +442,8 @@ class Experiment(Section):
     @property
     def token_budget(self) -> int | None:
         """Staleness beyond which tokens carry no loss; None: all tokens carry loss."""
-        limits = [self.queue.budget] if self.queue.overdue == "mask" else []
-        limits += [] if self.queue.max_token_staleness is None else [self.queue.max_token_staleness]
-        return min(limits, default=None)
+        limits = self.queue.budget if self.queue.overdue == "mask" else None, self.queue.max_token_staleness
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def uses_chat(self) -> bool:

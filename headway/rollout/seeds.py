@@ -13,4 +13,5 @@ def rollout_seed(run_seed: int, group: int, member: int, purpose: str = "") -> i
     evaluations, whose splits use the same group numbers; that of training is "".
     """
     key_text = f"{run_seed}:{group}:{member}" + (f":{purpose}" if purpose else "")
-    return int.from_bytes(hashlib.blake2b(key_text.encode(), digest_size=8).digest(), "little") >> 1
+    digest = hashlib.blake2b(key_text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

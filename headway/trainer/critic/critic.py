@@ -27,14 +27,14 @@ from headway.trainer.learner import Learner, Update
 from headway.trainer.optimizer import AdamW
 from headway.trainer.state_files import ATTACHED
 
-LEAST_SCALE = 0.3  # of the learning speed of all weights of hidden states together: these add up
+_LEAST_SCALE = 0.3  # a step of AdamW moves a value by p at most so much of what it moves it by all of h together
 
 
 class Critic:
     """Values V = mean + deviation x (w·h + u p + b) of the states before loss tokens, with the mean and deviation of
     all returns so far, and hidden states h scaled to a root mean square of 1, so that the head learns numbers of a size
     of 1 from such numbers whatever rewards and model are. p is the lowest probability at which a token so far was
-    sampled, times LEAST_SCALE and the width: hidden states of a policy are for the next token, and say little of
+    sampled, in a scale that fits the learning rate: hidden states of a policy are for the next token, and say little of
     whether an earlier one was a slip.
 
     Lifecycle, step by step: `prepare` at its start, `backward` for each micro-batch, `update` for each optimiser step,
@@ -98,7 +98,7 @@ class Critic:
 
     def _read(self, hidden_md: Tensor, batch: MicroBatchArrays) -> Tensor:
         width = hidden_md.shape[-1]
-        least_m = torch.from_numpy(LEAST_SCALE * width * self._least_n[batch.targets_m]).to(self.head.device)
+        least_m = torch.from_numpy(_LEAST_SCALE * width * self._least_n[batch.targets_m]).to(self.head.device)
         scaled_md = functional.rms_norm(hidden_md.float(), (width,))
         return scaled_md @ self.head[:-2] + least_m * self.head[-2] + self.head[-1]
 
