@@ -7,6 +7,8 @@ AGENTS_BIN := $(AGENTS_VENV)/bin
 CLIENTS_VENV ?= .venv-clients
 CLIENTS_BIN := $(CLIENTS_VENV)/bin
 NPM_CLIENTS ?= .npm-clients
+COOKBOOK_VENV ?= .venv-cookbook
+COOKBOOK_BIN := $(COOKBOOK_VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 SEED ?= 0
@@ -21,7 +23,7 @@ $(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) || { test $$? -eq 1 && echo "make $
 	$(PYTEST) -o cache_dir=.pytest_cache/$@ $(1) --last-failed --numprocesses 0 --maxfail 2 --verbose; }
 endef
 
-.PHONY: help system-packages install install-agents install-clients install-vllm quickstart kernels-example test test-fast test-main test-names test-slow test-long test-agents test-clients test-gpu test-hostile test-vllm lint house docs clean
+.PHONY: help system-packages install install-agents install-clients install-cookbook install-vllm quickstart kernels-example test test-fast test-main test-names test-slow test-long test-agents test-clients test-gpu test-hostile test-vllm lint house docs clean
 
 help:
 	@echo "make quickstart   set up, then train a small model by RL on this machine (5 to 13 min)"
@@ -29,9 +31,9 @@ help:
 	@echo "make test         set up, then linters and all tests but the slow ones (12 to 18 min on two cores)"
 	@echo "make test-fast    set up, then the unit tests and golden numbers alone (< 4 min)"
 	@echo "make test-slow    set up, then learning runs, random kills, benchmarks in short (CI runs them too)"
-	@echo "make test-long    by hand, hours: chaos in bulk, studies, mutations"
+	@echo "make test-long    by hand, hours: chaos in bulk, studies, mutations, recipes of the tinker cookbook"
 	@echo "make test-agents  set up, with mini-swe-agent in an environment of its own, then the tests that start it"
-	@echo "make test-clients set up, with fourteen clients of the endpoint in environments of their own, then the tests that start them"
+	@echo "make test-clients set up, with fourteen clients of the endpoint and the tinker SDK in environments of their own, then the tests that start them"
 	@echo "make test-vllm    set up an environment with vLLM (3.5 GB), then the tests of the vLLM engine"
 	@echo "make system-packages  as root, on Debian: what the tests of two sandbox backends, of ssh, of Slurm and of the page need; they are skipped without"
 	@echo "make test-gpu     whole runs on one GPU; skipped without one"
@@ -69,7 +71,7 @@ $(CLIENTS_VENV)/.installed: constraints-clients.txt
 	$(PYTHON) -m venv $(CLIENTS_VENV)
 	$(CLIENTS_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-clients.txt \
 		openai anthropic langchain-openai langchain-anthropic openai-agents inspect_ai 'lm-eval[api]' \
-		'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]'
+		'pydantic-ai-slim[openai,anthropic]' 'smolagents[openai]' tinker
 	touch $@
 
 # Coding agents as npm has them, with the programs that come in its packages. They need Node 20.
@@ -95,6 +97,16 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt
 	touch $@
 
 install-vllm: $(VLLM_VENV)/.installed
+
+# The tinker SDK and its cookbook, with the packages that its recipes need; a package index has an older tml-renderers
+# than the cookbook asks for.
+$(COOKBOOK_VENV)/.installed: constraints-cookbook.txt
+	$(PYTHON) -m venv $(COOKBOOK_VENV)
+	$(COOKBOOK_BIN)/python -m pip install --quiet --disable-pip-version-check -r constraints-cookbook.txt
+	$(COOKBOOK_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1
+	touch $@
+
+install-cookbook: $(COOKBOOK_VENV)/.installed
 
 quickstart: install
 	$(BIN)/headway quickstart --seed $(SEED)
@@ -126,8 +138,8 @@ test-names: install
 test-slow: install
 	$(call beside_others,tests/unit tests/e2e tests/slow $(EXCEPT_ENGINES) -m 'slow and not long' --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 15)
 
-test-long: install install-vllm
-	$(PYTEST) tests/unit tests/e2e tests/slow $(EXCEPT_ENGINES) -m long --durations 0
+test-long: install install-cookbook install-vllm
+	HEADWAY_COOKBOOK="$(abspath $(COOKBOOK_BIN)/python)" $(PYTEST) tests/unit tests/e2e tests/slow $(EXCEPT_ENGINES) -m long --durations 0
 	$(VLLM_BIN)/python -m pytest tests/e2e/test_vllm_*.py -m long --durations 0
 	$(BIN)/python tests/support/mutations.py
 
@@ -144,7 +156,8 @@ test-agents: install install-agents
 
 test-clients: install install-agents install-clients
 	HEADWAY_AGENTS="$(abspath $(AGENTS_BIN)/python)" HEADWAY_CLIENTS="$(abspath $(CLIENTS_BIN)/python)" \
-		HEADWAY_PROGRAMS="$(abspath $(NPM_CLIENTS)/node_modules/.bin)" $(BIN)/python -m pytest tests/clients --timeout 600 --durations 10
+		HEADWAY_PROGRAMS="$(abspath $(NPM_CLIENTS)/node_modules/.bin)" $(BIN)/python -m pytest tests/clients \
+		tests/e2e/test_serve_tinker.py -m 'not long' --timeout 600 --durations 10
 
 VLLM_TESTS := $(VLLM_BIN)/python -m pytest -o cache_dir=.pytest_cache/test-vllm tests/e2e/test_vllm_*.py --timeout 600 -m 'not long'
 test-vllm: install-vllm
@@ -165,5 +178,5 @@ test: install
 	$(MAKE) --no-print-directory --jobs 2 lint test-main
 
 clean:
-	rm -rf $(VENV) $(AGENTS_VENV) $(CLIENTS_VENV) $(NPM_CLIENTS) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(AGENTS_VENV) $(CLIENTS_VENV) $(NPM_CLIENTS) $(COOKBOOK_VENV) $(VLLM_VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,6 +16,8 @@ HalfCheetah-v5 with 16 lanes, fragments of 128 steps, minibatches of 256, 10 pas
   those for all lanes at once. Both burn the CPU for equal times.
 - `auto`: `auto_over_best`: steps/s of `--plan auto` over the best placement's, budget 0; `planned_over_best`: those of
   the placement that the search of `headway plan` chooses by the times of the first run.
+- `tokens` (also `--tokens`): `lanes_over_one`: actions/s of a token policy with 16 lanes in one batch of an engine over
+  those with one lane.
 - `driver`: `driver_us_per_step`: CPU of the run's process for an environment step, in microseconds.
 
 Prints what each part measured, and as the last line one JSON object.
@@ -38,6 +40,7 @@ os.environ.setdefault("MUJOCO_GL", "disabled")
 
 import numpy as np
 from parts.resumed import run_parts
+from parts.token_lanes import rates
 
 from headway.config.load import validate
 from headway.config.simulation import SimulatorExperiment
@@ -170,6 +173,8 @@ class RandomActions:
         zeros_b = np.zeros(len(noise_b), np.float32)
         return noise_b, zeros_b, zeros_b
 
+    def take_tokens(self) -> None: ...
+
 
 def simulation(arguments: argparse.Namespace) -> Report:
     settings = experiment("unused").simulator
@@ -283,6 +288,10 @@ def driver(arguments: argparse.Namespace) -> Report:
     return {"driver_us_per_step": 1e6 * sum(step.orchestrator_cpu_s for step in steps) / transitions}
 
 
+def tokens(arguments: argparse.Namespace) -> Report:
+    return dict(rates(arguments.rounds))
+
+
 PARTS = {
     "peer": against_peer,
     "learn": learning,
@@ -290,6 +299,7 @@ PARTS = {
     "double": double,
     "auto": automatic,
     "driver": driver,
+    "tokens": tokens,
 }
 
 
@@ -297,6 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--peer", type=Path, help="Python of an environment with stable-baselines3 and mujoco")
+    parser.add_argument("--tokens", action="store_const", const=["tokens"], dest="parts", help="The part tokens alone.")
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--rounds", type=int, default=5, help="Interleaved rounds of each part, seeds of `learn`.")
     parser.add_argument("--steps", type=int, default=30, help="Training steps of a run whose rate is measured.")

@@ -1,6 +1,7 @@
 """The time that decoding loses to new weights, as a multiple of a plain memory copy of them, for each engine.
 
     python benchmarks/weight_update.py [--vllm-python PATH] [--engines torch,vllm] [--dtype float32] [--quick]
+    python benchmarks/weight_update.py --delta [--quick]
 
 A random Qwen3-style model of 48.8 M parameters on one core; 32 requests with prompts of 24 to 40 tokens are in flight
 (`keep`). Weights are published to shared memory, as a trainer does; two sets alternate. Beside every update, in turn,
@@ -27,6 +28,16 @@ Last line, one JSON object: the torch engine's `lost_over_copy` and `pause_over_
 and for each engine, under `engines`, `over_copy` (of the pause), `pause_s`, `copy_s`, `step_s` (medians), `bytes`; of
 the torch engine also `fetch_s` (copied and verified beside the steps), of vLLM `parts_s` and `unprobed_over_copy`. An
 engine that isn't there is null.
+
+With `--delta` the model is trained at three learning rates, 640 random tokens a step, in float32, and published in
+bfloat16; a replica of bfloat16 takes each version by its delta. Medians from the sixth step on: `density`, the share
+of changed values; `delta_bytes_share`, a delta's bytes over the whole version's; `bound_share`, the same of H(p) + p
+H(difference), tensor by tensor; `worst_tensor_over_bound`, of one tensor's delta alone (of 512 KiB or more, for each
+has three heads); `encode_over_copy`, `pause_over_copy` and `fetch_over_copy` (beside the steps) over a warm copy of
+the whole version on the same core; `step_with_encoding`, a training step beside which a version is published with its
+delta over one beside which it is published without; `over_whole`, the seconds of the first delta over those of a
+whole version through a relay of 100 Mbit/s between two mirrors. The last line has those of the lowest rate, and all
+under `rates`.
 """
 
 from __future__ import annotations
@@ -355,14 +366,22 @@ def main() -> None:
     parser.add_argument("--engines", default="torch,vllm")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--model", default="large", choices=tuple(SIZES))
-    parser.add_argument("--updates", type=int, default=15)
+    parser.add_argument("--updates", type=int, default=0, help="default: 15; with --delta 50 steps at each rate")
+    parser.add_argument("--delta", action="store_true", help="versions as deltas of the one before")
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a few seconds: small model, 3 updates, the torch engine")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.model, arguments.updates, arguments.engines = "small", 3, "torch"
+    arguments.updates = arguments.updates or (50 if arguments.delta else 15)
     os.sched_setaffinity(0, {arguments.core})
+    if arguments.delta:
+        from parts.weight_deltas import measure_deltas
+
+        print(machine())
+        print(json.dumps(measure_deltas(arguments)))
+        return
     if arguments.one:
         with tempfile.TemporaryDirectory() as scratch:
             found = measure(arguments.one, arguments.dtype, arguments.model, arguments.updates, Path(scratch) / "model")

@@ -70,8 +70,9 @@ def reference() -> str:
 def _simulator_sections() -> Iterator[str]:
     """The sections of an experiment with ``[simulator]`` that a language model's doesn't have, or has otherwise."""
     language, fields = Experiment.model_fields, SimulatorExperiment.model_fields
-    same = {name for name in fields.keys() & language.keys() if fields[name].annotation is language[name].annotation}
-    listed = ", ".join(f"[`[{name}]`](#{name}{'-required' if name == 'run' else ''})" for name in
+    shared = fields.keys() & language.keys()
+    same = {name for name in shared if section_of(fields[name].annotation) is section_of(language[name].annotation)}
+    listed = ", ".join(f"[`[{name}]`](#{name}{'-required' if language[name].is_required() else ''})" for name in
                        SimulatorExperiment.model_fields if name in same)  # fmt: skip
     yield _SIMULATORS.format(listed)
     for name, field in SimulatorExperiment.model_fields.items():

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from headway.algorithms.aggregation import weighting
 from headway.algorithms.samples import BoolArray, IntArray, SampleArrays, gather_tokens
 from headway.config.objective.rules import STREAMS, StreamRule, stream_rules
-from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Streams:
     max_response_tokens: int  # of aggregation "fixed"
 
     @classmethod
-    def of(cls, experiment: Experiment) -> Streams:
+    def of(cls, experiment: PolicySections) -> Streams:
         limit = experiment.rollout.max_response_tokens
         return cls(parts=stream_rules(experiment.rules, experiment.demonstrations), max_response_tokens=limit)
 

@@ -81,23 +81,28 @@ _FULL = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sql
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
-def storage_error(path: Path, error: sqlite3.Error) -> HeadwayError:
+_BUFFER = "group buffer"  # a database's name in errors, unless it is another service's
+
+
+def storage_error(path: Path, error: sqlite3.Error, name: str = _BUFFER) -> HeadwayError:
     """Convert a SQLite error to BufferCorrupt (damaged) or StorageFailed (full, locked, unusable) with advice."""
     sqlite_code = getattr(error, "sqlite_errorcode", None)
     primary_code = sqlite_code & 0xFF if sqlite_code is not None else None
     if primary_code in _DAMAGED:
-        return BufferCorrupt(f"the group buffer {path} is damaged: {error}")
+        return BufferCorrupt(f"the {name} {path} is damaged: {error}")
     if primary_code == sqlite3.SQLITE_FULL:
-        return StorageFailed(f"no space left for the group buffer {path}: {error}; free some and resume")
+        return StorageFailed(f"no space left for the {name} {path}: {error}; free some and resume")
     if primary_code in _FULL:
-        return StorageFailed(f"the group buffer {path} can't be read or written: {error}")
+        return StorageFailed(f"the {name} {path} can't be read or written: {error}")
     if primary_code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}:
-        return StorageFailed(f"the group buffer {path} is locked by another process")
-    return StorageFailed(f"the group buffer {path}: {type(error).__name__}: {error}")
+        return StorageFailed(f"the {name} {path} is locked by another process")
+    return StorageFailed(f"the {name} {path}: {type(error).__name__}: {error}")
 
 
-def open_database(path: Path) -> sqlite3.Connection:
-    """Open or create the buffer's file, with WAL and ``synchronous=NORMAL``.
+def open_database(
+    path: Path, tables: Sequence[str] = TABLES, schema: int = SCHEMA, name: str = _BUFFER
+) -> sqlite3.Connection:
+    """Open or create the file of a buffer, or of other ``tables``, with WAL and ``synchronous=NORMAL``.
 
     A commit survives kill -9 of the process; ``make_durable`` adds the fsync that a power cut requires.
 
@@ -106,11 +111,11 @@ def open_database(path: Path) -> sqlite3.Connection:
     connection: sqlite3.Connection | None = None
     try:
         connection = sqlite3.connect(path, timeout=5.0, isolation_level=None, cached_statements=256)
-        _prepare(connection, path)
+        _prepare(connection, path, tables, schema, name)
     except sqlite3.Error as error:
         if connection is not None:
             connection.close()
-        raise storage_error(path, error) from None
+        raise storage_error(path, error, name) from None
     except HeadwayError:
         if connection is not None:
             connection.close()
@@ -118,37 +123,37 @@ def open_database(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def require_readable(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the schema version of the buffer at ``path``, 0 for a new file. Raises BufferCorrupt for others."""
+def require_readable(connection: sqlite3.Connection, path: Path, readable: int = SCHEMA, name: str = _BUFFER) -> int:
+    """Return the schema version of the database at ``path``, 0 for a new file. Raises BufferCorrupt for others."""
     schema = connection.execute("PRAGMA user_version").fetchone()[0]
-    if schema not in (0, SCHEMA):
+    if schema not in (0, readable):
         raise BufferCorrupt(
-            f"the group buffer {path} has schema {schema}, and this Headway reads schema {SCHEMA}: resume the run with "
-            "the Headway that wrote it, or start in another run.directory"
+            f"the {name} {path} has schema {schema}, and this Headway reads schema {readable}: resume the run with "
+            "the Headway that wrote it, or start in another directory"
         )
     return schema
 
 
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+def _prepare(connection: sqlite3.Connection, path: Path, tables: Sequence[str], schema: int, name: str) -> None:
     connection.execute("PRAGMA synchronous=NORMAL")
-    schema_version = require_readable(connection, path)
+    schema_version = require_readable(connection, path, schema, name)
     table_count = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if schema_version == 0 and table_count:
-        raise BufferCorrupt(f"{path} is a database, but not a group buffer")
+        raise BufferCorrupt(f"{path} is a database, but not a {name}")
     journal_mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
     if journal_mode != "wal":
         raise StorageFailed(f"the file system of {path} does not support SQLite's WAL (journal mode {journal_mode})")
     connection.execute("PRAGMA wal_autocheckpoint=4000")  # pages: the log is folded back every 16 MB
     connection.execute("PRAGMA journal_size_limit=33554432")
     if schema_version == 0:
-        with transaction(connection, path):
-            for statement in TABLES:
+        with transaction(connection, path, name=name):
+            for statement in tables:
                 connection.execute(statement)
-            connection.execute(f"PRAGMA user_version={SCHEMA}")
+            connection.execute(f"PRAGMA user_version={schema}")
         return
     problem_text = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if problem_text != "ok":
-        raise BufferCorrupt(f"the group buffer {path} is damaged: {problem_text}")
+        raise BufferCorrupt(f"the {name} {path} is damaged: {problem_text}")
 
 
 class _Recorder:
@@ -175,6 +180,7 @@ def transaction(
     path: Path,
     fence: Callable[[], None] = lambda: None,
     journal: Callable[[Sequence[Statement]], None] | None = None,
+    name: str = _BUFFER,
 ) -> Iterator[sqlite3.Connection]:
     """Run the block as one transaction, committed whole or rolled back.
 
@@ -189,18 +195,18 @@ def transaction(
         if journal is not None:
             journal(recorder.statements)
     except sqlite3.Error as error:
-        raise storage_error(path, error) from error
+        raise storage_error(path, error, name) from error
     finally:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def reading(path: Path, name: str = _BUFFER) -> Iterator[None]:
     """Turn database and decoding errors of the block's reads into StorageFailed or BufferCorrupt."""
     try:
         yield
     except sqlite3.Error as error:
-        raise storage_error(path, error) from error
+        raise storage_error(path, error, name) from error
     except (msgspec.DecodeError, json.JSONDecodeError) as error:
-        raise BufferCorrupt(f"the group buffer {path} holds an unreadable record: {error}") from error
+        raise BufferCorrupt(f"the {name} {path} holds an unreadable record: {error}") from error

@@ -1,4 +1,4 @@
-"""`headway init-model`, `headway sft` and `headway merge`, which make models."""
+"""`headway init-model`, `headway sft`, `headway merge` and `headway weights`, which make models."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def add_commands(app: typer.Typer) -> None:
     experiments.add_command(app, sft, example)
     example = "headway merge models/base runs/rl/best models/merged"
     experiments.add_command(app, merge, example, overridable=False)
+    example = "headway weights runs/rl --version 137 --output models/rl-137"
+    experiments.add_command(app, weights, example, overridable=False)
 
 
 def init_model(
@@ -116,3 +118,25 @@ def merge(
     merge_folders(model, adapter, output)
     write_merge_card(output, model, adapter)
     typer.echo(f"{output}: {model} with {adapter} merged")
+
+
+def weights(
+    run: str = typer.Argument(..., metavar="RUN", help="The run's folder.", show_default=False),
+    version: int = typer.Option(..., "--version", metavar="V", help="The published version.", show_default=False),
+    output: str = typer.Option(
+        ..., "--output", metavar="DIR", help="Folder to write; must not exist.", show_default=False
+    ),
+) -> None:
+    """Rebuild a version that a run has published between two checkpoints, bit for bit, as a model folder.
+
+    It needs the deltas that a run with checkpoint.delta_bytes keeps beside its checkpoints. The weights are in the
+    dtype that they were published in (generator.dtype), without the optimiser's state.
+    """
+    from headway.report.doctor import stored_experiment
+    from headway.report.run_view import view_run
+
+    experiment = stored_experiment(view_run(run))  # before torch is loaded, so that a wrong path fails at once
+    from headway.services.published_version import rebuild
+
+    base = rebuild(run, experiment, version, output)
+    typer.echo(f"{output}: version {version}, verified, from the checkpoint of version {base}")

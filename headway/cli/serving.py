@@ -1,4 +1,4 @@
-"""`headway serve` and `headway serve-kernels`."""
+"""`headway serve`, `headway serve-tinker` and `headway serve-kernels`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from headway.cli import experiment_options as experiments
 
 def add_commands(app: typer.Typer) -> None:
     experiments.add_command(app, serve, "headway serve runs/arithmetic/rl/best --generator.devices='[\"cpu:0\"]'")
+    experiments.add_command(app, serve_tinker, "headway serve-tinker tinker.toml --endpoint.address=127.0.0.1:8000")
     app.command("serve-kernels", rich_help_panel="Kernels")(serve_kernels)
 
 
@@ -60,6 +61,49 @@ def serve(
     devices = settings.experiment.generator.devices
     asyncio.run(run(settings, ready, lambda name, detail: typer.echo(f"{name}: {detail}", err=True)))
     typer.echo("stopped")
+
+
+def serve_tinker(context: typer.Context, config: str = experiments.CONFIG) -> None:
+    """Serve the tinker SDK: many tenants' adapters of one base are trained and sampled. Ctrl-C stops.
+
+    Any key of the file can be given as --section.key=value.
+    """
+    overrides = experiments.given_overrides(context)
+    from headway.services.tinker.serve import serve_tinker as run
+    from headway.services.tinker.serve import tinker_settings_from
+
+    settings = tinker_settings_from(config, overrides)
+    base, experiment, tinker = settings.base, settings.experiment, settings.tinker
+
+    def ready(url: str) -> None:
+        devices = f"training on {experiment.trainer.devices[0]}, sampling on {', '.join(experiment.generator.devices)}"
+        typer.echo(f"{base.name}, {base.max_context_tokens} tokens of context, {devices}; store {tinker.store}")
+        typer.echo(f"export TINKER_BASE_URL={url}")
+        typer.echo(f"export TINKER_API_KEY={'KEY' if tinker.keys else 'tml-any'}")
+
+    asyncio.run(run(settings, ready, lambda name, detail: typer.echo(f"{name}: {detail}", err=True)))
+    typer.echo("stopped")
+
+
+def check_tinker(config: str, overrides: list[str]) -> None:
+    """Check a file of `headway serve-tinker`, and print the memory of its workers. Raises ConfigurationError."""
+    from rich.console import Console
+
+    from headway.orchestrator.preflight.capacity import memory_findings, memory_places
+    from headway.report.preview import memory_table
+    from headway.services.tinker.serve import memory_of, tinker_settings_from
+    from headway.services.tinker.tenants import TenantKeys
+
+    settings = tinker_settings_from(config, overrides)
+    TenantKeys(settings.tinker.keys)
+    uses = memory_of(settings)
+    places = memory_places(uses)
+    Console(highlight=False).print(memory_table(uses, places))
+    findings = memory_findings(uses, places)
+    for finding in findings:
+        typer.echo(f"{finding.level}: {finding.key}: {finding.message}", err=True)
+    if any(finding.level == "error" for finding in findings):
+        raise typer.Exit(2)
 
 
 def serve_kernels(

@@ -11,6 +11,7 @@ import typer
 
 from headway.cli import experiment_options as experiments
 from headway.cli.printing import USD_PER_DEVICE_HOUR, price_from, print_json, print_result, print_rows
+from headway.cli.serving import check_tinker
 from headway.records.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ def check(
     are warnings. Checks the cluster's nodes when they join, as they do for a run; agents that you started then
     wait for the run.
 
-    Exit code 2 when there is an error, 3 when a worker fails while the run is calibrated.
+    Exit code 2 when there is an error, 3 when a worker fails while the run is calibrated. Of a file of headway
+    serve-tinker, settings and memory are checked.
 
     Any key of the experiment file can be given as --section.key=value.
     """
@@ -180,6 +182,10 @@ def check(
         _check_policy(experiments.load_policy(context, config), resume, calibrate_s if calibrate else None, as_json)
         return
     described = experiments.described_machine(machine)
+    from headway.config.load import read_toml
+
+    if "tinker" in read_toml(config):
+        return check_tinker(config, experiments.given_overrides(context))
     experiment = experiments.load(context, config, resume=True, machine=described)  # a run that is there keeps values
     from headway.orchestrator.preflight.preview import preview
     from headway.report.preview import print_preview

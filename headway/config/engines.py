@@ -141,8 +141,13 @@ def _require_devices(experiment: Experiment) -> None:
     for name in experiment.trainer.devices:
         if name.startswith("http://"):
             raise ValueError(f"trainer.devices has {name!r}: valid: cuda:N, cpu:N or cpu:N-M")
-    if experiment.weights.exchange is not None and not is_served:
-        raise ValueError("weights.exchange has no effect: generator.engine = 'vllm-server' alone uses it")
+    if (exchange := experiment.weights.exchange) is not None and is_served == ("://" in exchange):
+        valid = "a folder that servers read" if is_served else "s3://BUCKET/PREFIX, http://HOST/PREFIX, file:///DIR"
+        raise ValueError(f"weights.exchange: valid for generator.engine = {generator.engine!r}: {valid}")
+    if exchange is not None and not is_served and not experiment.cluster.nodes:
+        raise ValueError("weights.exchange has no effect: without cluster.nodes all processes share this memory")
+    if exchange is not None and "@" in exchange:
+        raise ValueError("weights.exchange has credentials, which would be logged; set AWS_ACCESS_KEY_ID, ... instead")
 
 
 def engine_missing(engine: str, devices: tuple[str, ...] = ()) -> str:

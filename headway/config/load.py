@@ -286,7 +286,7 @@ RESUMABLE_KEYS = {
     "queue": "group_timeout_s min_timeout_group_ratio max_concurrent_rollouts",
     "buffer": "*.*",
     "hooks": "group_meta logging",
-    "weights": "exchange steps_per_publish",
+    "weights": "exchange steps_per_publish whole_every",
     "pruning": "* *.* *.*.*",
     "teachers": "*.devices *.address *.address.*",
     "trainer": "devices shards context_parallel expert_parallel host_memory micro_batch_tokens micro_batch_samples "

@@ -6,7 +6,7 @@ One TOML file holds a whole experiment. Unknown keys are errors (``load.py`` nam
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_serializer, field_validator, model_validator
 
@@ -324,15 +324,20 @@ class TrainerConfig(Section):
 
 
 class WeightsConfig(Section):
-    exchange: str | None = None  # vllm-server: folder that it reads new weights from; unset: /dev/shm
+    # Tune: a bucket where nodes have no fast links to the trainer's machine, or are behind firewalls
+    exchange: str | None = None  # vllm-server: folder that it reads weights from; else: s3:// or http:// of a store
     # Tune: raise it when applying weights costs the generator much (report: apply, pause) and the budget has room
     steps_per_publish: Positive = 1  # every n-th version is published; queue.budget must be >= n - 1
+    # Tune: 1 where nodes have links as fast as memory: finding what has changed takes longer than it saves
+    whole_every: Positive = 256  # every n-th published version goes whole to other nodes, of others what has changed
 
 
 class CheckpointConfig(Section):
     # Tune: lower it where machines are preempted: steps after the last checkpoint are trained again
     every_steps: Positive = 50  # steps from one checkpoint to the next; the run's end writes one, too
     keep_last: Positive = 2  # older ones are removed
+    # Tune: set it to rebuild versions between two checkpoints: headway weights RUN --version V --output DIR
+    delta_bytes: NonNegative = 0  # size of what has changed in published versions, kept with the checkpoints; 0: none
 
 
 class EvaluationConfig(Section):
@@ -380,6 +385,7 @@ class LedgerConfig(Section):
 class Experiment(Section):
     """The whole experiment file."""
 
+    joins_groups: ClassVar[bool] = False  # the sequences of a group are one trajectory to a critic
     run: RunConfig
     model: ModelConfig
     tasks: TasksConfig
@@ -436,8 +442,8 @@ class Experiment(Section):
     @property
     def open_groups(self) -> int | None:
         """Largest number of open groups by queue.oversampling; None: all that admission allows."""
-        queue = self.queue
-        return None if queue.oversampling is None else math.ceil(queue.oversampling * queue.groups_per_step)
+        share = self.queue.oversampling
+        return None if share is None else math.ceil(share * self.queue.groups_per_step)
 
     @property
     def token_budget(self) -> int | None:
@@ -452,9 +458,13 @@ class Experiment(Section):
 
     @property
     def kept_sets(self) -> int:
-        """The value of `SamplingParameters.kept_sets` for samples that are trained on, where top_p, top_k or a grammar
-        may truncate sampling; 0: they mayn't."""
+        """`SamplingParameters.kept_sets` of samples to train on, if top_p, top_k or grammars may truncate; else 0."""
         return self.algorithm.truncation_support_tokens if self.algorithm.allow_truncated_sampling else 0
+
+    @property
+    def constrains(self) -> bool:
+        """Whether the run may train on answers that grammars constrained."""
+        return self.kept_sets > 0 and self.environment.calls
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -1,5 +1,5 @@
 """The experiment file with ``[simulator]``: a policy that acts in vectorised simulators, in the place of a language
-model with tasks and an environment."""
+model with tasks and an environment. With ``[model]`` the policy is a language model whose tokens are actions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pydantic import Field, model_validator
 
 from headway.config.cluster import ClusterConfig
 from headway.config.control import ControlConfig
+from headway.config.model import ModelConfig
+from headway.config.objective.critic import CriticConfig
 from headway.config.schema import CheckpointConfig, Experiment, LedgerConfig, RunConfig
 from headway.config.section import NonNegative, Positive, Seconds, Section
 
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]
+Bins = Annotated[int, Field(ge=2, le=62)]  # a letter or digit for each
 Devices = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
@@ -28,6 +31,8 @@ class SimulatorConfig(Section):
     lanes: Positive = 16  # environments that are stepped side by side, a multiple of block_lanes
     # Tune: lower it until there are as many blocks as simulator.devices; larger blocks are faster
     block_lanes: Positive = 8  # lanes of a block, the unit that workers share: it changes the result, devices don't
+    # Tune: raise it while most groups are filtered for equal success; 1 with [critic], which compares with values
+    group_lanes: Positive = 1  # with [model]: lanes of a group, which begin alike and whose successes are compared
     # Tune: lower it for more updates from the same samples; a fragment should hold a good part of an episode
     steps_per_fragment: Annotated[int, Field(ge=2)] = 128  # steps of each lane between two updates; a reset is one
     step_timeout_s: Seconds = 60.0  # a step of a block that takes longer ends its worker, which is started again
@@ -44,6 +49,11 @@ class SimulatorConfig(Section):
             raise ValueError(
                 f"simulator.lanes = {self.lanes}; valid: a multiple of simulator.block_lanes = {self.block_lanes}"
             )
+        if self.block_lanes % self.group_lanes:
+            raise ValueError(
+                f"simulator.block_lanes = {self.block_lanes}; valid: a multiple of simulator.group_lanes = "
+                f"{self.group_lanes}"
+            )
         if self.blocks < len(self.devices):
             raise ValueError(
                 f"simulator.devices has {len(self.devices)} for {self.blocks} blocks of lanes; valid: a block for each "
@@ -53,11 +63,20 @@ class SimulatorConfig(Section):
 
 
 class PolicyConfig(Section):
-    """The actor and critic: a perceptron, or a small convolutional network where observations are pictures."""
+    """The actor and critic: a perceptron, or a small convolutional network where observations are pictures. With
+    [model] how its tokens stand for observations and actions: docs/embodied.md."""
 
     hidden: tuple[Positive, ...] = (64, 64)  # units of each hidden layer, of actor and critic each
     squash: bool = False  # actions through tanh into their bounds, in the place of clipping to them
     normalize: bool = True  # observations and rewards by running statistics, which are part of the policy
+    template: str = "{inputs}"  # with [model]: the prompt, with a letter for each input
+    inputs: tuple[str, ...] = ()  # numbers of an observation, "36 in 0..1", or differences, "36-0 in -1..1"; (): all
+    observation_bins: Bins = 21  # letters of an input
+    # Tune: fewer bins are learned sooner, more of them act finer
+    action_bins: Bins = 9  # letters of a dimension of an action, from its lower to its upper bound
+    # Tune: raise it for fewer decisions an episode, where the simulator changes little in a step
+    chunk: Positive = 1  # actions of a response
+    repeat: Positive = 1  # steps of the simulator for which each lasts
 
 
 class FragmentQueueConfig(Section):
@@ -97,13 +116,27 @@ class EmbodiedTrainerConfig(Section):
 
 
 class EpisodeEvaluationConfig(Section):
-    """Evaluation: episodes with fixed seeds and without noise, in simulators of their own."""
+    """Evaluation: episodes with fixed seeds, by the likeliest actions or sampled tokens, in simulators of their own."""
 
     every_steps: NonNegative = 0  # steps between two of them; 0: never
     episodes: Positive = 16  # of an evaluation
+    # Tune: 0 to see what the likeliest tokens do; 1 to see the policy that is trained
+    temperature: Annotated[float, Field(ge=0)] = 1.0  # with [model]: of its tokens; 0 takes the likeliest ones
     video: bool = True  # the first episode of each as RUN/videos/step_N.gif, where the simulator draws
 
 
+# Keys that only one kind of policy has.
+_OF_TOKENS = {
+    "simulator": "group_lanes",
+    "policy": "template inputs observation_bins action_bins chunk repeat",
+    "critic": "path learning_rate gae",
+    "evaluation": "temperature",
+}
+_OF_NETWORKS = {
+    "policy": "hidden squash normalize",
+    "algorithm": "discount decay value_coefficient value_clip",
+    "model": "reference",
+}
 # Keys of sections that simulators share with language models, and that have no effect here.
 _UNUSED = {
     "run": "offload deterministic on_stall",
@@ -117,7 +150,9 @@ class SimulatorExperiment(Section):
 
     run: RunConfig
     simulator: SimulatorConfig
+    model: ModelConfig | None = None
     policy: PolicyConfig = PolicyConfig()
+    critic: CriticConfig = CriticConfig()
     queue: FragmentQueueConfig = FragmentQueueConfig()
     algorithm: EmbodiedAlgorithmConfig = EmbodiedAlgorithmConfig()
     trainer: EmbodiedTrainerConfig = EmbodiedTrainerConfig()
@@ -151,11 +186,12 @@ class SimulatorExperiment(Section):
 
     @model_validator(mode="after")
     def _require_consistent(self) -> SimulatorExperiment:
-        for section_name, key_names in _UNUSED.items():
-            section: Section = getattr(self, section_name)
-            for key in key_names.split():
-                if (value := getattr(section, key)) != type(section).model_fields[key].default:
-                    raise ValueError(f"{section_name}.{key} = {value!r} has no effect beside [simulator]: leave it out")
+        self._require_unset(_UNUSED, "beside [simulator]")
+        if self.model is None:
+            self._require_unset(_OF_TOKENS, "without [model]")
+        else:
+            self._require_unset(_OF_NETWORKS, "with [model]")
+            self._require_tokens()
         if self.queue.budget and self.algorithm.correction == "none":
             raise ValueError(
                 f'queue.budget = {self.queue.budget} with algorithm.correction = "none": a policy that learns from '
@@ -172,6 +208,23 @@ class SimulatorExperiment(Section):
                 "fragment is under way; valid: a budget of 0"
             )
         return self
+
+    def _require_unset(self, keys: dict[str, str], reason: str) -> None:
+        for section_name, key_names in keys.items():
+            section: Section = getattr(self, section_name)
+            for key in key_names.split():
+                if (value := getattr(section, key)) != type(section).model_fields[key].default:
+                    raise ValueError(f"{section_name}.{key} = {value!r} has no effect {reason}: leave it out")
+
+    def _require_tokens(self) -> None:
+        if self.simulator.group_lanes > 1:
+            self._require_unset({"critic": _OF_TOKENS["critic"]}, "with groups (simulator.group_lanes)")
+        if self.algorithm.correction == "vtrace":
+            raise ValueError(
+                'algorithm.correction = "vtrace" with [model]: values are of tokens; valid: "recompute", "none"'
+            )
+        if "{inputs}" not in self.policy.template:
+            raise ValueError(f"policy.template = {self.policy.template!r}; valid: a text with {{inputs}}")
 
 
 AnyExperiment = Experiment | SimulatorExperiment

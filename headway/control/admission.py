@@ -27,7 +27,7 @@ def credit(
 
     open_groups: groups running, parked, buffered or in the batch being trained (its step is not completed).
     completed_steps: training steps that made a version (a skipped step makes none).
-    applied_version: lowest version applied by any live generator replica, <= completed_steps.
+    applied_version: lowest version applied by any live generator replica that takes requests, <= completed_steps.
     groups_per_step: groups of one batch. budget: eta, largest trajectory staleness trained on.
     surplus_groups: groups that may be open beyond that, because at the next batch all unfinished groups are discarded
     and those finished beyond the batch are kept only if they can be trained in time.

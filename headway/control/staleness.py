@@ -141,6 +141,10 @@ class OpenGroups:
         self._finished_count = 0
         self._newest: list[tuple[int, int]] = []  # a heap, policy mask: newest token's version and group, of finished
 
+    def __contains__(self, index: int) -> bool:
+        """Whether a group is open, and in no batch."""
+        return index in self._version_of
+
     @property
     def finished(self) -> int:
         """Number of groups that have finished."""

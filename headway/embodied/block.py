@@ -8,11 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
 
-from headway.embodied.records import Array, Box, EpisodeEnd, Fragment, LaneSimulator, Spaces, mismatch, to_host
+from headway.embodied.records import (
+    Array,
+    Box,
+    EpisodeEnd,
+    Fragment,
+    LaneSimulator,
+    Spaces,
+    TokenSteps,
+    mismatch,
+    to_host,
+)
 from headway.records.errors import ConfigurationError, SimulatorFailed
 from headway.runtime.devices import resident_bytes
 from headway.runtime.hooks import error_text
@@ -26,6 +36,10 @@ class ActingPolicy(Protocol):
         """Return actions_b before clipping, their log-probabilities_b, and values_b of the observations: NumPy's, or
         tensors where the observations are. ``noise_b``: standard normal [b, dimensions] for boxes, else uniform [b],
         float32."""
+        ...
+
+    def take_tokens(self) -> TokenSteps | None:
+        """Return the tokens of the `act` calls since the last one; None for a policy without tokens."""
         ...
 
 
@@ -76,17 +90,19 @@ class LaneBlock:
         steps: int,
         life: int = 0,
         watchdog: Watchdog,
+        episodic: bool = False,
     ) -> None:
         """``spaces``: those that the policy is made for. ``steps``: of a fragment. ``life``: how often it was rebuilt.
-        ``watchdog``: ends the process in a step that takes longer than it allows. Raises ConfigurationError if the
-        simulator has other spaces."""
+        ``watchdog``: ends the process in a step that takes longer than it allows. ``episodic``: a fragment
+        is an episode of every lane, which it begins by a reset. Raises ConfigurationError for a simulator of other
+        spaces."""
         if simulator.spaces != spaces:
             raise ConfigurationError(f"block {number}: its simulator has {simulator.spaces}; valid: {spaces}")
         self.number, self.life = number, life
         self.fragments = 0  # number of the next one
         self._simulator, self._policy, self._spaces = simulator, policy, spaces
         self._seed, self._steps, self._watchdog = seed, steps, watchdog
-        self._observations_b: Any = None
+        self._episodic, self._observations_b = episodic, cast("Any", None)
         self._rewards_b = np.zeros(simulator.lanes)  # of the episodes under way
         self._lengths_b = np.zeros(simulator.lanes, np.int64)
         actions = spaces.actions
@@ -97,8 +113,9 @@ class LaneBlock:
         and step, where the simulator raises, returns arrays of other spaces, or numbers that aren't finite."""
         started_s = time.monotonic()
         rows = _Rows(self._steps, self._simulator.lanes, self._spaces)
+        self._policy.take_tokens()  # of a fragment that failed
         with self._watchdog as watchdog:
-            if self._observations_b is None:
+            if self._observations_b is None or self._episodic:
                 self._observations_b = self._call(0, None, self._simulator.reset)
             self._write(0, rows.all_observations_tb, self._observations_b, "observations_b")
             for t, noise_b in enumerate(self._noise()):
@@ -180,6 +197,10 @@ class LaneBlock:
             if final is None or final.shape != finals_n.shape[1:] or not np.isfinite(final).all():
                 self._fail(t, lane, f"the last observation of the truncated episode is {final}")
             finals_n[index] = final
+        episodes = self._episodes(rows)
+        if self._episodic and (missing := {*range(self._simulator.lanes)} - {end.lane for end in episodes}):
+            limit = f"simulator.steps_per_fragment = {self._steps}"
+            self._fail(self._steps, min(missing), f"its episode hasn't ended; valid: at most {limit} decisions")
         return Fragment(
             block=self.number,
             number=self.fragments,
@@ -188,7 +209,8 @@ class LaneBlock:
             last_observations_b=rows.all_observations_tb[-1],
             final_at=final_at,
             final_observations_n=finals_n,
-            episodes=self._episodes(rows),
+            tokens=self._policy.take_tokens(),
+            episodes=episodes,
             constructions=(self.life + 1) * self._simulator.constructions,
             life=self.life,
             seconds=time.monotonic() - started_s,

@@ -1,4 +1,4 @@
-"""Evaluation: episodes with fixed seeds and without noise, in simulators of their own, and a picture of one."""
+"""Evaluation: episodes with fixed seeds in simulators of their own, and a picture of one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.block import LaneBlock, seed_of
-from headway.embodied.policies import LanePolicy
+from headway.embodied.policies import EvaluatedPolicy
 from headway.embodied.records import Array, EpisodeEnd, LaneSimulator
-from headway.embodied.simulators.opening import open_simulator
+from headway.embodied.tokens.lanes import open_lanes
 from headway.records.errors import ConfigurationError
 from headway.runtime.hooks import error_text
 from headway.runtime.imports import import_extra
@@ -30,7 +30,7 @@ class Evaluator:
     constructor."""
 
     def __init__(self, experiment: SimulatorExperiment, rank: int, workers: int) -> None:
-        self._settings = experiment.simulator
+        self._experiment, self._settings = experiment, experiment.simulator
         self._seed = experiment.run.seed
         episodes, lanes = experiment.evaluation.episodes, experiment.simulator.block_lanes
         self._lanes = {  # block -> lanes of it that count
@@ -38,15 +38,15 @@ class Evaluator:
         }
         self._simulators: dict[int, LaneSimulator] = {}
 
-    def run(self, policy: LanePolicy, video: str, watchdog: Watchdog) -> tuple[list[EpisodeEnd], str]:
+    def run(self, policy: EvaluatedPolicy, video: str, watchdog: Watchdog) -> tuple[list[EpisodeEnd], str]:
         """Run the episodes, to at most `MAX_STEPS`. ``video``: file for the first lane's; "": none. Returns those that
         have ended, and why there is no video where one was asked for."""
         episodes, problem, steps = list[EpisodeEnd](), "", self._settings.steps_per_fragment
         for block, lanes in self._lanes.items():
             frames = _Frames(video) if video and block == 0 else None
             simulator = self._simulators.pop(block, None) or self._open(block, draws=frames is not None)
-            acting = _GreedyPolicy(policy, simulator, frames)
-            options = {"seed": self._seed, "number": _HELD_OUT + block, "steps": steps}
+            acting = _Evaluated(policy, simulator, frames)
+            options: dict[str, Any] = {"seed": self._seed, "number": _HELD_OUT + block, "steps": steps}
             lane_block = LaneBlock(simulator, acting, simulator.spaces, watchdog=watchdog, **options)
             ended = dict[int, EpisodeEnd]()  # by lane, its first episode
             for _ in range(-(-MAX_STEPS // steps)):
@@ -69,25 +69,29 @@ class Evaluator:
             simulator.close()
 
     def _open(self, block: int, *, draws: bool) -> LaneSimulator:
-        settings = self._settings
+        experiment, settings = self._experiment, self._settings
         # Gymnasium's environments draw only if they were made for it.
         if draws and settings.backend == "gymnasium" and ":" not in settings.environment:
             arguments = {"render_mode": "rgb_array", **settings.arguments}
             settings = settings.model_copy(update={"arguments": arguments})
-        return open_simulator(settings, settings.block_lanes, partial(seed_of, self._seed, _HELD_OUT + block, 0))
+            experiment = experiment.model_copy(update={"simulator": settings})
+        return open_lanes(experiment, settings.block_lanes, partial(seed_of, self._seed, _HELD_OUT + block, 0))
 
 
-class _GreedyPolicy:
-    """The policy's mean or mode; ``frames`` get a picture of the first lane before each step."""
+class _Evaluated:
+    """The policy as evaluations see it; ``frames`` get a picture of the first lane before each step."""
 
-    def __init__(self, policy: LanePolicy, simulator: LaneSimulator, frames: _Frames | None) -> None:
+    def __init__(self, policy: EvaluatedPolicy, simulator: LaneSimulator, frames: _Frames | None) -> None:
         self._policy, self._simulator, self._frames = policy, simulator, frames
 
     def act(self, observations_b: Any, noise_b: Array) -> tuple[Any, Any, Any]:
         if self._frames is not None:
             self._frames.add(self._simulator)
         zeros_b = np.zeros(len(noise_b), np.float32)
-        return self._policy.act_greedily(observations_b), zeros_b, zeros_b
+        return self._policy.act_in_evaluation(observations_b, noise_b), zeros_b, zeros_b
+
+    def take_tokens(self) -> None:
+        """Return None: evaluations aren't trained on."""
 
 
 class _Frames:

@@ -151,6 +151,9 @@ class FragmentLearner:
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise CheckpointCorrupt(f"{file}: {error}") from error
 
+    def close(self) -> None:
+        """Do nothing: it has nothing outside of its process."""
+
     def _batch(self, fragments: Sequence[Fragment], scale: float) -> _Batch:
         """The counted transitions of fragments. ``scale``: what their rewards are divided by."""
         space, rewards = self._spaces.actions, [fragment.rewards_tb for fragment in fragments]

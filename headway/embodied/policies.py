@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from headway.config.simulation import PolicyConfig
+from headway.config.simulation import PolicyConfig, SimulatorExperiment
 from headway.embodied.distributions import distribution_of
-from headway.embodied.records import Array, Box, PolicyWeights, Spaces
+from headway.embodied.records import Array, Box, LaneSimulator, PolicyWeights, Spaces
+from headway.embodied.tokens.lanes import ChunkedLanes
 
 CLIP = 10.0  # normalised observations and rewards are clipped to ± this many deviations
 
@@ -100,6 +101,14 @@ def normalised(observations_n: Any, mean: Any, deviation: Any) -> Any:
     return ((observations_n - mean) / deviation).clip(-CLIP, CLIP)
 
 
+class EvaluatedPolicy(Protocol):
+    """Chooses the actions of all lanes in evaluations."""
+
+    def act_in_evaluation(self, observations_b: Any, noise_b: Array) -> Any:
+        """Return the actions of lanes [b, ...]."""
+        ...
+
+
 class LanePolicy:
     """The policy as it acts in the lanes of a block.
 
@@ -130,11 +139,14 @@ class LanePolicy:
         convert = np.asarray if isinstance(observations_b, np.ndarray) else lambda tensor_b: tensor_b
         return convert(self._shaped(actions_b)), convert(logprobs_b), convert(values_b)
 
-    def act_greedily(self, observations_b: Any) -> Any:
-        """Return the likeliest actions of lanes [b, ...] (of squashed ones the median)."""
+    def act_in_evaluation(self, observations_b: Any, noise_b: Array) -> Any:
+        """Return the likeliest actions of lanes [b, ...] (of squashed ones the median), whatever the noise."""
         outputs_b, _ = self._forward(observations_b)
         actions_b = self._shaped(self._network.distribution.mode(outputs_b))
         return np.asarray(actions_b) if isinstance(observations_b, np.ndarray) else actions_b
+
+    def take_tokens(self) -> None:
+        """Return None: it has no tokens."""
 
     def _forward(self, observations_b: Any) -> tuple[Any, Any]:
         """Return what actor and critic put out."""
@@ -164,8 +176,18 @@ class LanePolicy:
             library, convert = torch, partial(torch.as_tensor, device=inputs_b.device)
         self._network = ActorCritic(self._spaces, self._settings, library, convert)
         self._parameters = self._network.views(convert(weights.parameters_p))
-        self._mean, self._deviation = (convert(array.reshape(-1)) for array in weights[2:])
+        self._mean, self._deviation = (convert(array.reshape(-1)) for array in weights[2:4])
 
     def _shaped(self, actions_b: Any) -> Any:
         space = self._spaces.actions
         return actions_b.reshape(len(actions_b), *space.shape) if isinstance(space, Box) else actions_b
+
+
+def open_policy(experiment: SimulatorExperiment, simulator: LaneSimulator, context: Any) -> Any:
+    """Build the policy that acts in ``simulator``, by `open_lanes`: a `LanePolicy` or a `TokenPolicy`. ``context``: the
+    worker's. Raises ConfigurationError."""
+    if not isinstance(simulator, ChunkedLanes):
+        return LanePolicy(simulator.spaces, experiment.policy)
+    from headway.embodied.tokens.policy import TokenPolicy
+
+    return TokenPolicy(simulator.spaces, experiment, simulator.code, context)

@@ -13,7 +13,7 @@ from headway.config.schema import CheckpointConfig, LedgerConfig, RunConfig
 from headway.config.simulation import EpisodeEvaluationConfig, SimulatorExperiment
 from headway.embodied.block import seed_of
 from headway.embodied.driver import plan_of, train
-from headway.embodied.simulators.opening import open_simulator
+from headway.embodied.tokens.lanes import open_lanes
 from headway.flow.placement import text_of
 from headway.records.check_report import Findings
 from headway.records.ledger import EventRecord, StepRecord
@@ -47,7 +47,7 @@ def findings(experiment: SimulatorExperiment, *, resume: bool, opens: bool) -> F
         RunDirectory(experiment.run.directory).require_startable(resume=resume)
     if opens:
         with errors.refused("simulator.environment"):
-            open_simulator(experiment.simulator, 1, partial(seed_of, experiment.run.seed, 0, 0)).close()
+            open_lanes(experiment, 1, partial(seed_of, experiment.run.seed, 0, 0)).close()
     return errors
 
 

@@ -13,6 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.records.generation import PublishedWeights
+
 Array = NDArray[Any]
 Seeds = Callable[[int, int], int]  # (lane, its episode from 0) -> the simulator's seed, 31 bits
 
@@ -87,6 +89,7 @@ class LaneSteps(NamedTuple):
     counted_b: NDArray[np.bool_]  # false: the step only reset the lane, its action was ignored: no transition
     final_observations: dict[int, Array]  # lane -> last observation of the episode that this step ended
     successes: dict[int, bool]  # lane -> success of the episode that this step ended, where the simulator reports it
+    succeeded_b: NDArray[np.bool_] | None = None  # success so far of the episodes under way; None: not reported
 
 
 class LaneSimulator(Protocol):
@@ -126,6 +129,16 @@ class EpisodeEnd(msgspec.Struct, frozen=True, kw_only=True):
     success: bool | None = None  # None: the simulator doesn't report it
 
 
+class TokenSteps(NamedTuple):
+    """The tokens of a block's decisions, step by step and lane by lane: k decisions, n tokens, r of responses."""
+
+    grammar: str  # of each response
+    ids_n: NDArray[np.int32]  # of each decision its prompt, then its response
+    prompts_k: NDArray[np.int64]  # tokens of the prompts
+    responses_k: NDArray[np.int64]  # ... and of the responses
+    logprobs_r: NDArray[np.float32]  # of response tokens, over what their grammar allows, by the pass that sampled them
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fragment:
     """T steps of the B lanes of a block, by one version of the policy: the sample of embodied runs.
@@ -146,6 +159,7 @@ class Fragment:
     last_observations_b: Array  # behind the last step
     final_at: NDArray[np.int64]  # [n, 2] step and lane of each truncation
     final_observations_n: Array  # [n, ...] there, the last observations of the cut episodes
+    tokens: TokenSteps | None = None  # None: the policy has none
     episodes: tuple[EpisodeEnd, ...] = ()
     constructions: int = 0  # simulator objects of the block so far, those of its former lives included
     life: int = 0  # how often the block was built again after its worker died
@@ -165,3 +179,4 @@ class PolicyWeights(NamedTuple):
     parameters_p: NDArray[np.float32]  # all of them, in the order of `ActorCritic.shapes`
     observation_mean: NDArray[np.float64]  # of their shape, () where they aren't normalised; 0 before the first step
     observation_deviation: NDArray[np.float64]  # likewise, and 1
+    published: PublishedWeights | None = None  # a token policy's, in the place of all parameters

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from headway.config.simulation import SimulatorExperiment
 from headway.embodied.block import LaneBlock, seed_of
 from headway.embodied.evaluation import Evaluator
-from headway.embodied.policies import LanePolicy
+from headway.embodied.policies import open_policy
 from headway.embodied.records import EpisodeEnd, Fragment, PolicyWeights, Spaces
-from headway.embodied.simulators.opening import open_simulator
+from headway.embodied.tokens.lanes import open_lanes
 from headway.flow.channel import Channel
 from headway.flow.worker import Worker
 from headway.runtime.devices import resident_bytes
@@ -47,12 +47,14 @@ class Simulate(Worker):
         self._evaluator = Evaluator(experiment, self.rank, self.world_size)
         self._blocks: list[LaneBlock] = []
         options: dict[str, Any] = {"seed": seed, "steps": settings.steps_per_fragment, "watchdog": self._watchdog}
+        options["episodic"] = experiment.model is not None
         for number in range(self.rank, settings.blocks, self.world_size):
             life = _next_life(Path(lives), number, first_lives[number])
-            simulator = open_simulator(settings, settings.block_lanes, partial(seed_of, seed, number, life))
+            seeds = partial(seed_of, seed, number, life)
+            simulator = open_lanes(experiment, settings.block_lanes, seeds, in_groups=True)
             if not self._blocks:
                 self._spaces = simulator.spaces
-                self._policy = LanePolicy(self._spaces, experiment.policy)
+                self._policy = open_policy(experiment, simulator, self.context)
             block = LaneBlock(simulator, self._policy, self._spaces, number=number, life=life, **options)
             self._blocks.append(block)
 
@@ -92,9 +94,14 @@ class Learn(Worker):
 
     def __init__(self, experiment: SimulatorExperiment, spaces: Spaces, states: str, checkpoint: str) -> None:
         """``checkpoint``: folder to resume from; "": none."""
-        from headway.embodied.learner import FragmentLearner
+        if experiment.model is None:
+            from headway.embodied.learner import FragmentLearner
 
-        self._learner = FragmentLearner(experiment, spaces, self.device)
+            self._learner = FragmentLearner(experiment, spaces, self.device)
+        else:
+            from headway.embodied.tokens.learner import TokenLearner
+
+            self._learner = TokenLearner(experiment, spaces, self.context)
         self._states = Path(states)
         if checkpoint and Path(checkpoint).is_dir():  # it may be gone when a successor starts
             self._learner.read(Path(checkpoint))
@@ -139,6 +146,10 @@ class Learn(Worker):
         """Write all that a resumed run needs of the learner of this version into ``folder``."""
         self._take_up(version)
         self._learner.write(Path(folder))
+
+    def close(self) -> None:
+        """Remove the weights that were published."""
+        self._learner.close()
 
     def _take_up(self, version: int) -> None:
         """Restore the state of this version, unless it is the present one."""

@@ -15,9 +15,11 @@ from headway.config.schema import Experiment
 from headway.generator.routing.counters import accumulated
 from headway.generator.routing.health import Health
 from headway.generator.routing.limiter import Limiter
+from headway.generator.routing.live_adapters import LiveAdapters
 from headway.generator.routing.prompt_calls import PromptCalls
 from headway.generator.routing.replica import Replica, activity_of, call_replica, raise_but_deaths, replica_spec
 from headway.generator.routing.router import Router
+from headway.generator.routing.version_updates import VersionUpdates
 from headway.records.clients import Watch
 from headway.records.errors import (
     ConfigurationError,
@@ -86,7 +88,8 @@ class GeneratorPool:
         self._replicas: list[Replica] = []
         for device in experiment.generator.devices:
             self._add_replica(device)
-        self._router = Router(self._replicas, settings, clock, self._on_event)
+        lag = experiment.queue.budget // 2
+        self._router = Router(self._replicas, settings, clock, self._on_event, lag)
         self.limiter = Limiter(settings, clock, self._router.capacity_tokens, self._on_event)
         self._health = Health(
             self._replicas,
@@ -98,9 +101,9 @@ class GeneratorPool:
             settle=self._settle,
             on_event=self._on_event,
         )
-        self._newest: PublishedWeights | None = None
-        self._updates = 0  # announced so far: never decreases, though versions may
-        self._updating = asyncio.Lock()
+        self._updates = VersionUpdates(clock, self._apply)
+        self._updating, self._voided = asyncio.Lock(), list[str]()  # of `take_voided`
+        self.adapters = LiveAdapters(self._replicas)
         self.prompts = PromptCalls(self._replicas, clock, self._require_running)
         self._supervisors: dict[str, asyncio.Task[None]] = {}  # by replica
         self._stopping = False
@@ -135,17 +138,17 @@ class GeneratorPool:
         """End a request: its ``generate`` returns with finish_reason "abort" and the tokens so far. Unknown: no-op."""
         self._router.cancel(request_id)
 
-    async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
-        """Apply a version on all live replicas concurrently; returns one report for each. A replica that is down
-        applies it when it restarts. In the mode ``drain`` all requests under way finish first. Raises WeightsCorrupt if
-        a replica could not verify the weights; that replica keeps its old ones."""
+    async def update_weights(self, weights: PublishedWeights, leave_slow: bool = False) -> list[AppliedWeights]:
+        """Apply a version on all live replicas concurrently; returns one report for each, with ``leave_slow`` for those
+        that are about as fast as the first (see `VersionUpdates.announce`). A replica that is down applies it when it
+        restarts. In the mode ``drain`` all requests under way finish first. Raises WeightsCorrupt if a replica could
+        not verify the weights; that replica keeps its old ones."""
         settings = self._experiment.generator
         drains_first = settings.update_mode == "drain"
         async with self._updating, self._router.drained(settings.slots) if drains_first else contextlib.nullcontext():
             self._require_running()
-            self._newest, self._updates = weights, self._updates + 1
-            apply_coroutines = [self._apply(replica, weights) for replica in self._replicas if replica.live]
-            outcomes = await asyncio.gather(*apply_coroutines, return_exceptions=True)
+            live_replicas = [replica for replica in self._replicas if replica.live]
+            outcomes = await self._updates.announce(weights, live_replicas, leave_slow=leave_slow and not drains_first)
         self._health.note_versions()
         for outcome in outcomes:
             if isinstance(outcome, _UNRECOVERABLE):
@@ -154,14 +157,21 @@ class GeneratorPool:
         return [outcome for outcome in outcomes if isinstance(outcome, AppliedWeights)]
 
     async def applied_version(self) -> int:
-        """Return the lowest version applied by a live replica; while none is live, the newest announced one."""
+        """Return the lowest version of live replicas that aren't behind; if there is none, the newest announced."""
         self._require_running()
-        versions = [replica.version for replica in self._replicas if replica.live]
-        return min(versions, default=self._newest.version if self._newest is not None else 0)
+        standings = zip(self._replicas, self._router.standings(self._clock.now()), strict=True)
+        versions = [replica.version for replica, standing in standings if replica.live and standing != "behind"]
+        newest = self._updates.newest
+        return min(versions, default=newest.version if newest is not None else 0)
+
+    def take_voided(self) -> list[str]:
+        """See :class:`headway.records.clients.Generator`."""
+        voided, self._voided = self._voided, []
+        return voided
 
     async def score(self, probe: Probe) -> list[ProbeScores]:
         """See :class:`headway.records.clients.Generator`."""
-        current_replicas = (replica for replica in self._replicas if replica.update == self._updates)
+        current_replicas = (replica for replica in self._replicas if replica.update == self._updates.count)
         return await Replica.score_all(current_replicas, probe)
 
     async def pause_replicas(self, indices: Collection[int]) -> None:
@@ -228,7 +238,9 @@ class GeneratorPool:
         self.limiter.stop()
         for supervisor_task in self._supervisors.values():
             supervisor_task.cancel()
-        await asyncio.gather(*self._supervisors.values(), self._router.stop(), return_exceptions=True)
+        await asyncio.gather(
+            *self._supervisors.values(), self._router.stop(), self._updates.stop(), return_exceptions=True
+        )
         for replica in self._replicas:
             replica.live = False
         await stop_all([replica.slot for replica in self._replicas], _STOP_GRACE_S)
@@ -337,15 +349,14 @@ class GeneratorPool:
     async def _bring_up(self, replica: Replica) -> None:
         """Apply the newest weights on a replica that failed to apply them. If it fails again, kill it: a new process
         may succeed, and requests that need newer weights would otherwise wait forever."""
-        async with self._updating:
-            worker = replica.worker
-            try:
-                await self._catch_up(replica)
-            except _UNRECOVERABLE as error:
-                self._give_up(error)
-            except (WeightsCorrupt, RemoteError) as error:
-                if worker is not None:
-                    worker.kill(f"it could not load the newest weights: {error}")
+        worker = replica.worker
+        try:
+            await self._updates.bring_up(replica)
+        except _UNRECOVERABLE as error:
+            self._give_up(error)
+        except (WeightsCorrupt, RemoteError) as error:
+            if worker is not None:
+                worker.kill(f"it could not load the newest weights: {error}")
 
     def _settle(self) -> None:
         """Assign held requests and admit waiting callers: a replica may take requests again."""
@@ -395,23 +406,11 @@ class GeneratorPool:
         restarted = replica.slot.has_died
         if restarted:
             await self._refresh(replica)  # the probe that closes its breaker
-        await self._catch_up(replica, _PATIENCE_S)
+        await self._updates.catch_up(replica, _PATIENCE_S)
+        await self.adapters.restore(replica)
         if restarted:
             self._router.note_restarted(replica)
             replica.live = True
-
-    async def _catch_up(self, replica: Replica, patience_s: float = 0.0) -> None:
-        """Apply the newest published weights, until no newer update has been announced. Waits up to ``patience_s``
-        for weights that can't be read: if their publisher died too, its successor announces them again."""
-        while (newest_weights := self._newest) is not None and replica.update != self._updates:
-            try:
-                await self._apply(replica, newest_weights)
-            except WeightsCorrupt:
-                deadline_s = self._clock.now() + patience_s
-                while self._newest is newest_weights:  # else a newer version overwrote the slot: apply that one
-                    if self._clock.now() >= deadline_s or replica.worker is None or not replica.worker.alive:
-                        raise
-                    await self._clock.sleep(0.1)
 
     def _give_up(self, cause: HeadwayError) -> None:
         """Fail every call with ``cause``, now and later, which ends the run: no restart would help."""
@@ -446,13 +445,14 @@ class GeneratorPool:
         if (pool_error := self._pool_error()) is not None:
             raise pool_error
 
-    async def _apply(self, replica: Replica, weights: PublishedWeights) -> AppliedWeights:
-        """Apply ``weights`` on one replica. Raises WeightsCorrupt, WorkerDied or RemoteError."""
+    async def _apply(self, replica: Replica, weights: PublishedWeights, number: int) -> AppliedWeights:
+        """Apply ``weights``, of the update ``number``, on one replica. Raises WeightsCorrupt, WorkerDied or
+        RemoteError."""
         if replica.live:
             await replica.onloaded.wait()
         if (worker := replica.worker) is None:
             raise WorkerDied(replica.name, "not running")
-        update_number, mode = self._updates, self._experiment.generator.update_mode
+        mode = self._experiment.generator.update_mode
         mode = "keep" if mode == "drain" else mode  # nothing is in flight
         replica.updating_since_s = self._clock.now()
         try:
@@ -467,8 +467,11 @@ class GeneratorPool:
             raise
         finally:
             replica.updating_since_s = None
-        replica.version, replica.update = applied.version, update_number
-        replica.epoch += 1
+        if applied.damage:
+            self._on_event("weights_damaged", f"{replica.name}: {applied.damage}", replica=replica.index)
+            self._voided += replica.answered
+        replica.answered.clear()
+        replica.version, replica.update, replica.epoch = applied.version, number, replica.epoch + 1
         self._router.standings(self._clock.now(), [replica])  # from now on others that lack it are behind
         self._settle()  # it may have been behind
         return applied

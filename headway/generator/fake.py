@@ -145,7 +145,7 @@ class FakeGenerator:
             self._end(fake_request, "abort")
             replica.settle()
 
-    async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
+    async def update_weights(self, weights: PublishedWeights, leave_slow: bool = False) -> list[AppliedWeights]:
         """Apply a version to all replicas, in the fake's update mode; one report for each."""
         async with self._updating:
             if self._drains:
@@ -172,6 +172,10 @@ class FakeGenerator:
             )
             for in_flight, token_count in update_counts
         ]
+
+    def take_voided(self) -> list[str]:
+        """See :class:`headway.records.clients.Generator`. The fake has no weights."""
+        return []
 
     async def score(self, probe: Probe) -> list[ProbeScores]:
         """See :class:`headway.records.clients.Generator`. The fake has no model, so it returns no scores."""

@@ -7,7 +7,7 @@ import itertools
 import time
 from typing import Any
 
-from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 from headway.generator.engines.select import EngineSettings, build_engine
 from headway.generator.routing.open_request import OpenRequest
 from headway.generator.routing.replica import replica_spec
@@ -24,7 +24,7 @@ class LocalGenerator:
     between. `TurnSampler` takes ``generate`` as its sampler.
     """
 
-    def __init__(self, experiment: Experiment, context: WorkerContext) -> None:
+    def __init__(self, experiment: PolicySections, context: WorkerContext) -> None:
         """``context``: the worker's. Raises ConfigurationError when the engine can't be built."""
         engine_arguments: dict[str, Any] = replica_spec(0, str(context.device), experiment, None).arguments
         self.engine = build_engine(EngineSettings(**engine_arguments), context)

@@ -6,13 +6,20 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from headway.generator.activity import Activity, ActivitySpan, StepLog
 from headway.generator.engines.engine import Prompt
+from headway.generator.engines.prompt_pass import PromptPass
 from headway.generator.engines.select import EngineSettings, build_engine
+from headway.generator.engines.torch.engine import TorchEngine
+from headway.models.adapter_files import load_adapter
+from headway.models.configuration import DecoderConfig
+from headway.models.lora import Lora
 from headway.records.errors import ConfigurationError
 from headway.records.execution import MemoryMove
 from headway.records.generation import (
@@ -54,6 +61,7 @@ class GeneratorService:
     def __init__(self, context: WorkerContext, **settings: Any) -> None:
         """``settings``: the fields of EngineSettings."""
         self._context = context
+        self._model_path: str = settings["model_path"]
         self._engine = build_engine(EngineSettings(**settings), context)
         self._activity = Activity()
         self._steps = StepLog(self._engine.statistics)
@@ -67,6 +75,7 @@ class GeneratorService:
         self._fetcher = ThreadPoolExecutor(1, "fetch")
         self._update: _Update | None = None
         self._prompts: list[tuple[Prompt, Future[PromptLogprobs]]] = []  # oldest first
+        self._adapters: list[tuple[str, Future[Lora], Future[None]]] = []  # that are being read, oldest first
 
     def submit(self, requests: bytes) -> None:
         """Queue requests (MessagePack of ``list[GenerationRequest]``)."""
@@ -106,11 +115,51 @@ class GeneratorService:
         self._load()
         return self._engine.score(probe)
 
-    def prompt_logprobs(self, ids: TokenIds, top: int, adapter: str) -> Future[PromptLogprobs]:
-        """Compute log-probabilities of given tokens, in chunks between the decode steps: see `Engine.prompt_pass`."""
-        logprobs_future = Future[PromptLogprobs]()
-        self._prompts.append((self._engine.prompt_pass(ids, top, adapter), logprobs_future))
+    def prompt_logprobs(
+        self, ids: TokenIds, top: int, adapter: str, targets: np.ndarray | None = None
+    ) -> Future[PromptLogprobs]:
+        """Compute log-probabilities of given tokens, in chunks between the decode steps: see `Engine.prompt_pass`.
+        ``targets`` [L, T]: of these ids in each one's place, too; torch engine alone."""
+        prompt, logprobs_future = self._engine.prompt_pass(ids, top, adapter), Future[PromptLogprobs]()
+        if targets is not None:
+            assert isinstance(prompt, PromptPass)
+            prompt.targets_lt = targets
+        self._prompts.append((prompt, logprobs_future))
         return logprobs_future
+
+    def add_adapter(self, name: str, folder: str) -> Future[None]:
+        """Read an adapter's folder beside the decode steps, and register it, or its next revision, between two. Raises
+        ConfigurationError, with nothing changed, for a folder that isn't an adapter of the model."""
+        added = Future[None]()
+        self._adapters.append((name, self._fetcher.submit(self._read_adapter, folder), added))
+        return added
+
+    def remove_adapter(self, name: str) -> None:
+        """Free an adapter that no open request names."""
+        self._add_adapters(len(self._adapters))
+        self._torch_engine.remove_adapter(name)
+
+    @property
+    def _torch_engine(self) -> TorchEngine:
+        if not isinstance(self._engine, TorchEngine):
+            raise ConfigurationError(f"{type(self._engine).__name__} takes no adapters at run time: valid: TorchEngine")
+        return self._engine
+
+    def _read_adapter(self, folder: str) -> Lora:
+        return load_adapter(folder, self._model_path, DecoderConfig.from_pretrained(Path(self._model_path)))
+
+    def _add_adapters(self, waited: int = 0) -> None:
+        """Register the adapters that are read, and ``waited`` more of those whose reading has begun."""
+        while self._adapters and (waited or self._adapters[0][1].done() or not self._engine.open_requests):
+            (name, read, added), waited = self._adapters.pop(0), max(0, waited - 1)
+            try:
+                lora = read.result()
+                self._load()
+                self._torch_engine.add_adapter(name, lora)
+            except Exception as error:  # the boundary of a remote call: its failure belongs to the caller
+                added.set_exception(error)
+            else:
+                added.set_result(None)
 
     def _advance_prompt(self) -> bool:
         """Compute a chunk of the oldest prompt; False if there is none."""
@@ -182,6 +231,7 @@ class GeneratorService:
         is_yielded = self._yielded_since_s is not None
         if self._update is not None and (is_yielded or self._update.fetched.done() or not self._engine.open_requests):
             self._finish_update()
+        self._add_adapters()
         if self._engine.open_requests and not is_yielded:
             self._load()
             self._activity.enter("busy")

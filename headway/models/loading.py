@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -185,18 +185,32 @@ def copy_into(parameters: dict[str, P], tensors: Mapping[str, Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
-def adopt_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+def adopt_weights(
+    model: nn.Module, tensors: Mapping[str, Tensor], changes: Iterable[tuple[str, Tensor, Tensor, Any]] | None = None
+) -> bool:
     """Take over ``tensors`` without copying if they have the model's dtype and device, else copy as `copy_weights`.
+    ``changes``: those from the present parameters, if known: (name, positions in the flat tensor, values, any).
+    Then these alone are copied.
 
     Returns True if the tensors have become the parameters; the caller must not change them then.
     """
     parameters = checked(dict(model.named_parameters()), tensors)
     if any((old.dtype, old.device) != (tensors[name].dtype, tensors[name].device) for name, old in parameters.items()):
-        copy_weights(model, tensors)
+        if changes is None or not all(parameter.is_contiguous() for parameter in parameters.values()):
+            copy_weights(model, tensors)
+        else:
+            _overwrite(parameters, changes)
         return False
     for name, parameter in parameters.items():
         parameter.data = tensors[name]
     return True
+
+
+def _overwrite(parameters: Mapping[str, nn.Parameter], changes: Iterable[tuple[str, Tensor, Tensor, Any]]) -> None:
+    with torch.no_grad():
+        for name, positions, values, _ in changes:
+            parameter = parameters[name]
+            parameter.view(-1)[positions.to(parameter.device)] = values.to(parameter.device, parameter.dtype)
 
 
 def checked(parameters: dict[str, P], tensors: Mapping[str, Tensor]) -> dict[str, P]:

@@ -123,6 +123,42 @@ class Lora:
         copy_into(self.parameters, tensors)
 
 
+class SegmentedLayer:
+    """A layer's `LayerAdapter` whose rows have different adapters: consecutive segments of rows, each with one."""
+
+    def __init__(self, segments: Sequence[tuple[int, int, LayerLora]]) -> None:
+        """``segments``: the first row, the number of rows, and their adapter's part in the layer."""
+        self._segments = segments
+
+    def add(self, product: str, out_nf: Tensor, x_nd: Tensor) -> Tensor:
+        """See `LayerLora.add`."""
+        parts = [(first, rows, layer.products.get(product, ())) for first, rows, layer in self._segments if rows]
+        parts = [part for part in parts if part[2]]
+        return _add_segments(out_nf, x_nd, parts) if parts else out_nf
+
+    def add_experts(self, product: str, out_mf: Tensor, x_md: Tensor, expert_m: Tensor, row_m: Tensor) -> Tensor:
+        """See `LayerLora.add_experts`."""
+        for first, rows, layer in self._segments:
+            index_k = ((row_m >= first) & (row_m < first + rows)).nonzero()[:, 0]
+            if product in layer.products and len(index_k):
+                part_kf = torch.zeros(len(index_k), out_mf.shape[1], dtype=out_mf.dtype, device=out_mf.device)
+                part_kf = layer.add_experts(product, part_kf, x_md[index_k], expert_m[index_k], row_m[index_k])
+                out_mf = out_mf.index_add(0, index_k, part_kf)
+        return out_mf
+
+
+def segmented(adapters: Sequence[tuple[Lora, int]]) -> dict[int, SegmentedLayer]:
+    """The layers' adapters, for `use`, of a pass whose first rows have the first adapter, and so on. ``adapters``: each
+    adapter without dropout, with the number of its rows."""
+    segments_by_layer: dict[int, list[tuple[int, int, LayerLora]]] = {}
+    first_row = 0
+    for lora, rows in adapters:
+        for number, layer in lora.layers.items():
+            segments_by_layer.setdefault(number, []).append((first_row, rows, layer))
+        first_row += rows
+    return {number: SegmentedLayer(segments) for number, segments in segments_by_layer.items()}
+
+
 def use(model: Decoder, adapter: Mapping[int, LayerAdapter] | None) -> None:
     """Make ``model`` compute with ``adapter`` (a `Lora`'s ``layers``, by number); None: without an adapter."""
     for number, layer in enumerate(model.layers):
@@ -153,41 +189,70 @@ def merge(model: Decoder, lora: Lora) -> None:
 
 
 def _add_low_rank(out_nf: Tensor, x_nd: Tensor, pairs: Sequence[LoraPair]) -> Tensor:
-    row_spans = tuple((pair.target.first, pair.target.rows, pair.scale) for pair in pairs)
-    matrices = (matrix for pair in pairs for matrix in (pair.a, pair.b))
-    return _AddLowRank.apply(out_nf, x_nd, row_spans, *matrices)  # pyright: ignore[reportReturnType]
+    return _add_segments(out_nf, x_nd, [(0, len(x_nd), pairs)])
+
+
+def _add_segments(out_nf: Tensor, x_nd: Tensor, segments: Sequence[tuple[int, int, Sequence[LoraPair]]]) -> Tensor:
+    """Add to each segment of rows (its first row, their number) what its pairs compute from it."""
+    places = tuple(
+        (first, rows, tuple((pair.target.first, pair.target.rows, pair.scale) for pair in pairs))
+        for first, rows, pairs in segments
+    )
+    matrices = (matrix for _, _, pairs in segments for pair in pairs for matrix in (pair.a, pair.b))
+    return _AddLowRank.apply(out_nf, x_nd, places, *matrices)  # pyright: ignore[reportReturnType]
+
+
+_Places = tuple[tuple[int, int, tuple[tuple[int, int, float], ...]], ...]  # first row, rows; of each pair (columns)
 
 
 class _AddLowRank(torch.autograd.Function):
     """``out[:, rows] += scale * x A^T B^T`` in place, for several pairs that share an input, without another pass over
-    ``out`` in forward or backward."""
+    ``out`` in forward or backward; each segment of rows has its own pairs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, out_nf: Tensor, x_nd: Tensor, places: tuple[tuple[int, int, float], ...], *matrices: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, out_nf: Tensor, x_nd: Tensor, places: _Places, *matrices: Tensor) -> Tensor:
         ctx.mark_dirty(out_nf)
-        dtype = x_nd.dtype
-        a_rd = torch.cat(matrices[::2]).to(dtype)
-        inner_nr = x_nd @ a_rd.t()
+        dtype, inners, down_matrices = x_nd.dtype, list[Tensor](), list[Tensor]()
+        pairs = iter(zip(matrices[::2], matrices[1::2], strict=True))
+        for first_row, rows, spans in places:
+            own_pairs = [next(pairs) for _ in spans]
+            x_sd, out_sf = x_nd.narrow(0, first_row, rows), out_nf.narrow(0, first_row, rows)
+            a_rd = torch.cat([a for a, _ in own_pairs]).to(dtype)
+            inner_sr = x_sd @ a_rd.t()
+            ranks = [len(a) for a, _ in own_pairs]
+            for (first, columns, scale), inner, (_, b_fr) in zip(
+                spans, inner_sr.split(ranks, 1), own_pairs, strict=True
+            ):
+                out_sf.narrow(1, first, columns).addmm_(inner, b_fr.to(dtype).t(), alpha=scale)
+            inners.append(inner_sr)
+            down_matrices.append(a_rd)
         ctx.places, ctx.ranks = places, [len(a) for a in matrices[::2]]
-        ctx.save_for_backward(x_nd, inner_nr, a_rd, *matrices[1::2])
-        for (first, rows, scale), inner, b_fr in zip(places, inner_nr.split(ctx.ranks, 1), matrices[1::2], strict=True):
-            out_nf.narrow(1, first, rows).addmm_(inner, b_fr.to(dtype).t(), alpha=scale)
+        ctx.save_for_backward(x_nd, *inners, *down_matrices, *matrices[1::2])
         return out_nf
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_nd, inner_nr, a_rd, *b = ctx.saved_tensors
-        inner_grads, b_grads = [], []
-        for (first, rows, scale), inner, b_fr in zip(ctx.places, inner_nr.split(ctx.ranks, 1), b, strict=True):
-            part = grads[0].narrow(1, first, rows)
-            inner_grads.append((part @ b_fr.to(part.dtype)).mul_(scale))
-            b_grads.append((part.t() @ inner).mul_(scale).to(b_fr.dtype))
-        to_inner_nr = torch.cat(inner_grads, 1)
-        a_grads = (to_inner_nr.t() @ x_nd).to(b[0].dtype).split(ctx.ranks)
-        matrix_grads = (gradient for pair in zip(a_grads, b_grads, strict=True) for gradient in pair)
-        return grads[0], to_inner_nr @ a_rd if ctx.needs_input_grad[1] else None, None, *matrix_grads
+        x_nd, *saved = ctx.saved_tensors
+        segments = len(ctx.places)
+        inners, down_matrices, b = saved[:segments], saved[segments : 2 * segments], iter(saved[2 * segments :])
+        ranks, matrix_grads, x_grad_nd = iter(ctx.ranks), list[Tensor](), None
+        for (first_row, rows, spans), inner_sr, a_rd in zip(ctx.places, inners, down_matrices, strict=True):
+            inner_grads, b_grads, own_ranks = list[Tensor](), list[Tensor](), [next(ranks) for _ in spans]
+            grad_sf, x_sd = grads[0].narrow(0, first_row, rows), x_nd.narrow(0, first_row, rows)
+            for (first, columns, scale), inner in zip(spans, inner_sr.split(own_ranks, 1), strict=True):
+                part, b_fr = grad_sf.narrow(1, first, columns), next(b)
+                inner_grads.append((part @ b_fr.to(part.dtype)).mul_(scale))
+                b_grads.append((part.t() @ inner).mul_(scale).to(b_fr.dtype))
+            to_inner_sr = torch.cat(inner_grads, 1)
+            a_grads = (to_inner_sr.t() @ x_sd).to(b_grads[0].dtype).split(own_ranks)
+            matrix_grads += [gradient for pair in zip(a_grads, b_grads, strict=True) for gradient in pair]
+            if ctx.needs_input_grad[1]:
+                if rows == len(x_nd):
+                    x_grad_nd = to_inner_sr @ a_rd
+                else:
+                    x_grad_nd = torch.zeros_like(x_nd) if x_grad_nd is None else x_grad_nd
+                    torch.mm(to_inner_sr, a_rd, out=x_grad_nd.narrow(0, first_row, rows))
+        return grads[0], x_grad_nd, None, *matrix_grads
 
 
 def _by_expert(rows_md: Tensor, weights_xfd: Tensor, expert_m: Tensor) -> Tensor:

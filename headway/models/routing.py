@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import implementation_of
 from headway.records.errors import ConfigurationError
@@ -18,7 +19,7 @@ def without_replay(experiment: Experiment) -> Experiment:
     )
 
 
-def replayed_routing(experiment: Experiment) -> ExpertRouting | None:
+def replayed_routing(experiment: PolicySections) -> ExpertRouting | None:
     """The shape of the experts that engines return and the trainer replays by ``algorithm.routing_replay``; None: they
     are not replayed. Raises ConfigurationError if the key is "on" and the model has no experts."""
     setting = experiment.algorithm.routing_replay

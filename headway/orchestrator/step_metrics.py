@@ -183,10 +183,11 @@ class StepMetrics:
         self._interval.apply_pause_s = max([self._interval.apply_pause_s, *(r.pause_s for r in reports)])
         if reports and weights.size_bytes:
             slowest_report = max(reports, key=lambda report: report.fetch_s)
-            copy_s = weights.publish_s - weights.snapshot_s - weights.hash_s
+            copy_s = weights.publish_s - weights.snapshot_s - weights.hash_s - weights.encode_s
             self._interval.weights = WeightsStatistics(
                 transport=weights.transport, size_bytes=weights.size_bytes,
-                snapshot_s=weights.snapshot_s, copy_s=copy_s, hash_s=weights.hash_s,
+                snapshot_s=weights.snapshot_s, copy_s=copy_s, hash_s=weights.hash_s, encode_s=weights.encode_s,
+                delta_bytes=weights.deltas[-1].size_bytes if weights.deltas else 0,
                 fetch_s=slowest_report.fetch_s - slowest_report.check_s, check_s=slowest_report.check_s,
             )  # fmt: skip
         version = max((report.version for report in reports), default=self.applied_version)
@@ -341,6 +342,7 @@ class StepMetrics:
             record,
             flow=flow,
             engines=EngineLoad.total(engines),
+            replica_versions=tuple(engine.version for engine in engines),
             router=_since(former_routing, routing) if routing != RouterStatistics() else None,
             tokens=record.tokens and msgspec.structs.replace(record.tokens, generated_per_s=generated_per_s),
             sandboxes=self._sandboxes_since(sandboxes),

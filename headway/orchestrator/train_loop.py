@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -35,6 +36,8 @@ from headway.trainer.checkpoints import checkpoint_path, find_checkpoints, versi
 Result = TypeVar("Result")
 _KEPT_SAMPLES = 2  # of each step, for trackers: text takes space, and few are read
 _SURPLUS = "surplus: a batch was full"
+_DAMAGED = "a replica's weights were damaged when it was sampled"
+_MEMBER = re.compile(r"(?!evaluation-).*?(\d+)-\d+\.\d+\.\d+")  # a rollout's request, of `TurnSampler`: its group
 
 
 class BatchPart(NamedTuple):
@@ -313,9 +316,10 @@ class TrainLoop:
         run.state.resume_gate.clear()
         run.state.applying = True
         try:
-            reports = await run.generator.update_weights(weights)
+            reports = await run.generator.update_weights(weights, leave_slow=run.experiment.queue.budget > 0)
         finally:
             run.state.applying = False
+            self._discard_damaged()
             run.parking.open_gate()
         run.meter.applied_version = await run.generator.applied_version()
         run.meter.applied(run.clock.now() - started_s, reports, weights)
@@ -324,6 +328,14 @@ class TrainLoop:
         self._compared = self._compared or is_compared
         if candidate:
             self._evaluations.start(weights.version, self._updates)
+
+    def _discard_damaged(self) -> None:
+        """End the open groups of which a replica may have sampled a part from damaged weights. Of those that are in a
+        committed batch it is too late."""
+        matches = map(_MEMBER.fullmatch, self._run.generator.take_voided())
+        for index in sorted({int(match[1]) for match in matches if match is not None}):
+            if index in self._run.state.selectable:
+                self._end(index, "discarded", _DAMAGED)
 
     async def _checkpoint_if_due(self) -> None:
         if self._run.state.version % self._run.experiment.checkpoint.every_steps == 0:

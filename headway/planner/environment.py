@@ -85,6 +85,7 @@ class EnvironmentGenerator:
         self.start, self.stop = engine.start, engine.stop
         self.routing, self.statistics = engine.routing, engine.statistics
         self.update_weights, self.applied_version = engine.update_weights, engine.applied_version
+        self.take_voided = engine.take_voided
         self.score, self.idle_replicas = engine.score, engine.idle_replicas
         self.pause_replicas, self.resume_replicas = engine.pause_replicas, engine.resume_replicas
 

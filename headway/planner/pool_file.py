@@ -73,6 +73,7 @@ class PoolTables(Section):
     train: dict[str, Any] = Field(default_factory=dict)
     transport: Literal["storage", "nccl", "tcp", "shared_memory"] = "nccl"
     transport_bytes_per_s: Rate | None = None  # default: its links on a single machine, else its network
+    changed_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of values, by a step: tcp and storage get deltas
 
 
 class PlanDevices(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,6 +59,9 @@ class TrainerHardware(Section):
     step_s: Quantity = constant(0.0)  # ... more, as a quantity, say values by step
     beside: Slowdown = 1.0  # factor on a training step while the generator computes
     publish_s: Duration = 0.0  # time to publish a version
+    version_bytes: Duration = 0.0  # of a version's weights, which go to the generator over a link, beside the next step
+    link_bytes_per_s: Rate | None = None  # default: no time at all
+    changed_share: Annotated[float, Field(gt=0, le=1)] = 1.0  # of values that a step changes: deltas; 1: whole versions
     checkpoint_s: Duration = 0.0  # time to write a checkpoint
     flops_per_token: Duration = 0.0  # of forward and backward; 6 x active parameters; for MFU
     peak_flops_per_s: Duration = 0.0  # of all its devices together; for MFU

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headway.control.rates.links import update_s
 from headway.generator.fake import FakeGenerator
 from headway.orchestrator.assembly import Actors, assemble
 from headway.orchestrator.run import Run
@@ -188,7 +189,7 @@ class SimulatedRun:
 
     def _trainer(self, clock: Clock) -> FakeTrainer:
         hardware, scenario = self.scenario.hardware.trainer, self.scenario
-        shares_devices = scenario.hardware.generator.shares_devices
+        shares_devices, link = scenario.hardware.generator.shares_devices, hardware.link_bytes_per_s
 
         def step_s(batch: TrainBatch) -> float:
             batch_tokens = sum(s.rollout.all_tokens for s in batch.samples)
@@ -200,6 +201,7 @@ class SimulatedRun:
             clock,
             step_s,
             publish_s=hardware.publish_s,
+            link_s=0.0 if link is None else update_s(hardware.version_bytes, link, hardware.changed_share),
             checkpoint_s=hardware.checkpoint_s,
             keep_checkpoints=scenario.checkpoint.keep_last,
             flops_per_token=hardware.flops_per_token,

@@ -19,6 +19,7 @@ import msgspec
 from headway.config.schema import GAE, Experiment, HostMemory
 from headway.control.lengths import LengthDistribution, length_distribution
 from headway.control.rates.generation import GenerationRecipe, ReplicaRates
+from headway.control.rates.links import delta_bytes
 from headway.control.rates.specs import ModelFigures, Parallelism, RatedDevice
 from headway.control.rates.training import TrainerRates, TrainingRecipe, publish_s
 from headway.models.sizes import ModelSizes, logit_rows
@@ -401,6 +402,8 @@ class RooflineCurves(StageCurves):
         if bytes_per_s is None:
             is_local = kind.count == 1 or kind.device.name == "cpu"  # weights stay in one memory
             bytes_per_s = kind.device.memory_bytes_per_s if is_local else kind.device.link_bytes_per_s(kind.count)
+        if tables.transport in ("tcp", "storage"):
+            weight_bytes = delta_bytes(weight_bytes, tables.changed_share)
         transfer_s = publish_s(weight_bytes, tables.transport, {tables.transport: bytes_per_s}, generation.replicas)
         return SharedCosts(publish_s=transfer_s, apply_s=transfer_s, verify_s=self.workload.verify_s)
 

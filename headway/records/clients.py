@@ -58,8 +58,14 @@ class Generator(Protocol):
         id."""
         ...
 
-    async def update_weights(self, weights: PublishedWeights) -> list[AppliedWeights]:
-        """Apply a version on every live replica, in flight; returns when all have applied it."""
+    async def update_weights(self, weights: PublishedWeights, leave_slow: bool = False) -> list[AppliedWeights]:
+        """Apply a version on every live replica, in flight; returns when all have applied it, with ``leave_slow`` all
+        but those that take much longer than others."""
+        ...
+
+    def take_voided(self) -> list[str]:
+        """Ids of ended requests that a replica may have sampled from weights that had changed in its memory, found
+        since the last call. Those that were open then end with an error."""
         ...
 
     async def score(self, probe: Probe) -> list[ProbeScores]:
@@ -67,7 +73,7 @@ class Generator(Protocol):
         ...
 
     async def applied_version(self) -> int:
-        """Lowest version applied by any live replica."""
+        """Lowest version applied by any live replica that takes requests."""
         ...
 
     async def pause_replicas(self, indices: Collection[int]) -> None:

@@ -45,6 +45,7 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     # Above 0: log-probabilities are over the set that each token was sampled among, and the sets of top-p and top-k are
     # returned as rows (`records.tokens.KEPT`); one of more ids ends the request. 0: over the full vocabulary.
     kept_sets: int = 0
+    untempered: bool = False  # log-probabilities are those at temperature 1, whatever is sampled from; torch engine
 
 
 class PartialResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +68,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     interruptible: bool = True  # False: an "abort" update doesn't park it (limit of parkings reached)
     adapter: str = ""  # BASE_MODEL or an adapter's name; "": the policy in training, with its adapter if it has one
     session: str = ""  # requests of one name extend one another: routed to its KV; "": none
+    oldest_version: int = 0  # replicas that lag behind others and have an older one don't sample it
     rows_known: int = 0  # tokens at the prompt's beginning whose rows aren't to be returned: earlier calls did
 
 
@@ -123,6 +125,18 @@ class PublishedPart(msgspec.Struct, frozen=True, kw_only=True):
     ranges: tuple[tuple[int, int], ...]  # the first byte of each, and the byte after the last
 
 
+class PublishedDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """The values that changed between two versions, in a file of their own (`headway/weights/deltas.py`)."""
+
+    version: int
+    checksum: str  # of the version, as in `PublishedWeights`
+    base: int  # the version that it leads from
+    base_checksum: str
+    path: str
+    size_bytes: int
+    digest: str  # of the file, XXH3 of 128 bits, hex
+
+
 class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
     """A version of the weights that subscribers can fetch: of the whole model, or of an adapter alone."""
 
@@ -132,10 +146,12 @@ class PublishedWeights(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     publish_s: float = 0.0  # time the publisher took, of which
     snapshot_s: float = 0.0  # ... the trainer could not go on
-    hash_s: float = 0.0  # ... hashing; the rest is copying to the host, if any, beside the trainer's next step
+    hash_s: float = 0.0  # ... hashing
+    encode_s: float = 0.0  # ... encoding the delta; the rest is copying to the host, if any, all beside the next step
     adapter: str = ""  # name of the adapter whose weights these are; "": the model's
     handle: str = ""  # of the device memory that holds the payload, for processes that can map it; "": the file does
     parts: tuple[PublishedPart, ...] = ()  # the nodes that have a part each, the first one's with the header; (): one
+    deltas: tuple[PublishedDelta, ...] = ()  # each from the version of the one before it, the last one to this version
 
     @property
     def transport(self) -> Literal["shared memory", "cuda ipc"]:
@@ -151,6 +167,7 @@ class AppliedWeights(msgspec.Struct, frozen=True, kw_only=True):
     check_s: float = 0.0  # ... of it, verifying
     pause_s: float = 0.0  # time no token could be generated; fetching included where decoding waits for it
     in_flight: int = 0  # requests that crossed the update
+    damage: str = ""  # tensor of the weights before it that had changed in the engine's memory; requests ended with it
     reprefilled_tokens: int = 0  # KV tokens recomputed because of it
 
 
@@ -251,6 +268,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: np.ndarray  # [L] float32, nats; NaN for the first token, which follows nothing
     top_ids: np.ndarray  # [L, K] int32: the K likeliest tokens in each one's place, likeliest first; -1 for the first
     top_logprobs: np.ndarray  # [L, K] float32; NaN for the first
+    target_logprobs: np.ndarray | None = None  # [L, T] float32: of T ids in each one's place; NaN where there is none
 
     @classmethod
     def unscored(cls, version: int, tokens: int, top: int) -> PromptLogprobs:

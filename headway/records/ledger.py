@@ -50,15 +50,16 @@ class TokenStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Section of a step: the newest version that was applied since the last step. The step's ``publish_s`` and
-    ``apply_pause_s`` are the time for which trainer and engines stood still; these parts are work, mostly beside
-    theirs."""
+    """Section of a step: the newest version applied since the last one. Trainer and engines stood still for the step's
+    ``publish_s`` and ``apply_pause_s``; these parts are work, mostly beside theirs."""
 
     transport: str = "shared memory"  # the path from the publisher on its machine; or "cuda ipc"
     size_bytes: int = 0  # of the payload
     snapshot_s: float = 0.0  # publishing: the weights couldn't change
     copy_s: float = 0.0  # ... from the snapshot to the host, if it was in a device's memory
     hash_s: float = 0.0  # ... the table of hashes and its root
+    encode_s: float = 0.0  # ... what has changed since the version before it
+    delta_bytes: int = 0  # ... of that, for other nodes; 0: they get the whole version
     fetch_s: float = 0.0  # applying, slowest replica: copying
     check_s: float = 0.0  # ... verifying
 
@@ -258,12 +259,10 @@ def _always_encoded(kind: type[Any]) -> Any:
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"):
     """A training step: times, waits, rates, queue, staleness and endings of any kind of run, then a section for each
-    subject. A section is None, and not in the line, where the run lacks its subject, or nothing of it was measured
-    since the last step: absent, not zero.
+    subject, None where the run lacks it, or nothing of it was measured since the last step: absent, not zero.
 
-    To add a subject: a struct above, a field here, which `orchestrator/step_metrics.py` fills, and the names of its
-    numbers in `telemetry/metrics.py:STEP_METRICS` ("section.field").
-    """
+    To add one: a struct above, a field here, which `orchestrator/step_metrics.py` fills, and the names of its numbers
+    in `telemetry/metrics.py:STEP_METRICS` ("section.field")."""
 
     step: int  # version before the step
     version: int  # version after it
@@ -321,6 +320,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     # sections by subject
     engines: EngineLoad | None = None
     weights: WeightsStatistics | None = None
+    replica_versions: tuple[int, ...] = ()  # that each replica has applied, in order
     router: RouterStatistics | None = None  # its counters: since the step before
     tokens: TokenStatistics | None = None
     lengths: LengthStatistics | None = None

@@ -258,7 +258,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     task: Task
     prompt_ids: IdSequence
     size: int
-    admitted_version: int  # lowest version applied by any live replica at admission
+    admitted_version: int  # lowest version applied by any live replica that took requests at admission
     admitted_s: float
 
 

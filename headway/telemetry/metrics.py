@@ -59,6 +59,8 @@ STEP_METRICS: dict[str, tuple[str, str]] = {
     "weights/snapshot_s": ("weights.snapshot_s", "publishing: until the trainer could go on"),
     "weights/copy_s": ("weights.copy_s", "publishing: from the snapshot to the host"),
     "weights/hash_s": ("weights.hash_s", "publishing: the checksum"),
+    "weights/encode_s": ("weights.encode_s", "publishing: what has changed since the version before"),
+    "weights/delta_bytes": ("weights.delta_bytes", "bytes of that, for other nodes; 0: whole versions"),
     "weights/fetch_s": ("weights.fetch_s", "slowest replica: copying a version, beside decoding"),
     "weights/check_s": ("weights.check_s", "slowest replica: verifying it, beside decoding"),
     "time/checkpoint_s": ("checkpoint_s", "writing a checkpoint"),

@@ -25,6 +25,7 @@ from headway.runtime.scratch import flush, flush_folder
 
 STATE_FILE = "state.json"
 CHECKPOINTS = "checkpoints"
+DELTAS = f"{CHECKPOINTS}/deltas"  # of published versions
 CANDIDATE = "candidate"  # weights that become the best if the running evaluation confirms it
 _NAME = re.compile(r"step_(\d{8})")
 CARD_FILE = "README.md"  # the model card beside exported weights

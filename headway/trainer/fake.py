@@ -31,6 +31,7 @@ class FakeTrainer:
         seconds_per_sample: Latency = 0.01,
         *,
         publish_s: float = 0.0,
+        link_s: float = 0.0,
         checkpoint_s: float = 0.0,
         skip_steps: frozenset[int] = frozenset(),
         keep_checkpoints: int = 2,
@@ -39,9 +40,10 @@ class FakeTrainer:
         lost_s: Callable[[], float] | None = None,
         on_work: Callable[[bool], None] = lambda computes: None,
     ) -> None:
-        """``flops_per_token``: of forward and backward, for MFU. ``keep_batches``: whether ``batches`` is filled.
-        ``lost_s``: returns the seconds of training lost so far to other work on the device; it grows more slowly than
-        time. ``on_work`` is called with True when computation begins and with False when it ends."""
+        """``link_s``: from a version's snapshot, which takes ``publish_s``, until it is where the generator reads it,
+        beside the next step. ``flops_per_token``: of forward and backward, for MFU. ``keep_batches``: whether
+        ``batches`` is filled. ``lost_s``: returns the seconds of training lost so far to other work on the device; it
+        grows more slowly than time. ``on_work`` is called with True when computation begins, False when it ends."""
         self._on_work = on_work
         self._lost_s = lost_s
         self._flops_per_token = flops_per_token
@@ -49,7 +51,7 @@ class FakeTrainer:
         self._calls = 0
         self._clock = clock
         self._latency = seconds_per_sample
-        self._publish_s = publish_s
+        self._publish_s, self._link_s = publish_s, link_s
         self._begun: int | None = None  # the version that is being published
         self._checkpoint_s = checkpoint_s
         self._begun_checkpoint = "", CheckpointState(version=0)  # path and state of the one that is being written
@@ -145,6 +147,8 @@ class FakeTrainer:
         if self._begun != version:
             await self.begin_publish(version)
         self._begun = None
+        if self._link_s:
+            await self._clock.sleep(self._link_s)
         self.published.append(version)
         return PublishedWeights(
             version=version, path=f"fake://{version}", checksum="0" * 32, size_bytes=0, publish_s=self._publish_s

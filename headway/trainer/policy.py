@@ -31,7 +31,8 @@ from headway.algorithms.step_plan import pass_order, tree_of
 from headway.algorithms.streams import StreamWeights
 from headway.config.consistency import KL_HORIZON
 from headway.config.objective.rules import denominators_of
-from headway.config.schema import AlgorithmConfig, Experiment, TrainerConfig
+from headway.config.schema import AlgorithmConfig, TrainerConfig
+from headway.config.services.policy_sections import PolicySections
 from headway.models.packed_model import PackedModel
 from headway.records.errors import MicroBatchesHalved, StepRefused
 from headway.records.training import SKIPPED_MINIBATCHES, OptimiserSettings
@@ -72,7 +73,7 @@ class AccumulatedPart:
 class PolicyGradient:
     """Trains on batches: splits each into micro-batches, accumulates gradients, updates the weights, measures."""
 
-    def __init__(self, learner: Learner, experiment: Experiment) -> None:
+    def __init__(self, learner: Learner, experiment: PolicySections) -> None:
         self.learner = learner
         self.algorithm: AlgorithmConfig = experiment.algorithm
         self.trainer: TrainerConfig = experiment.trainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,14 +13,16 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import get_world_size
 
-from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 from headway.models.loading import DTYPES
 from headway.models.shards.shard import row_width, shards_of
 from headway.runtime.devices import parse_device
 from headway.runtime.stalls.collectives import COLLECTIVES
 from headway.runtime.transport.paths import Location, choose_path
+from headway.trainer.checkpoints import DELTAS, find_checkpoints, version_of
 from headway.trainer.learner import Learner
 from headway.trainer.sharding import is_divided, own_rows_of
+from headway.weights.delta_archive import DeltaArchive
 from headway.weights.device_memory import CudaMemory
 from headway.weights.layout import TensorRows
 from headway.weights.publication import Publication
@@ -29,7 +32,7 @@ T = TypeVar("T")
 
 
 class PublishingRanks:
-    """The ranks of a model's first copy as `publication.Writers`, in a process group of their own in host memory.
+    """The ranks of a model's first copy as `writers.Writers`, in a process group of their own in host memory.
 
     Its calls may come from another thread than the training's, whose collectives they must not get in between.
     """
@@ -61,6 +64,16 @@ class PublishingRanks:
             work.wait()
 
 
+def archive_of(experiment: PolicySections) -> DeltaArchive:
+    """The deltas that are kept with a run's checkpoints."""
+    run = experiment.run.directory
+
+    def oldest_checkpoint() -> int:
+        return min(map(version_of, find_checkpoints(run)), default=-1)
+
+    return DeltaArchive(Path(run) / DELTAS, experiment.checkpoint.delta_bytes, oldest_checkpoint)
+
+
 def publishes(learner: Learner) -> bool:
     """Whether this rank publishes: one of those that divide the first copy; rank 0, if each has all trained weights."""
     return learner.ranks.rank < (learner.ranks.shards if _divides(learner) else 1)
@@ -69,7 +82,7 @@ def publishes(learner: Learner) -> bool:
 class WeightPublisher:
     """Publishes what a rank has of the weights under training, beside the other ranks that publish."""
 
-    def __init__(self, learner: Learner, experiment: Experiment, run_id: str, *, exports: bool) -> None:
+    def __init__(self, learner: Learner, experiment: PolicySections, run_id: str, *, exports: bool) -> None:
         """Versions are in this GPU's memory with ``exports`` (see `ModelService`) if that has space and all replicas
         read it, else in shared memory. Made by all ranks that publish together."""
         generator, devices = experiment.generator, learner.settings.devices
@@ -82,11 +95,15 @@ class WeightPublisher:
         if self._divided and learner.ranks.shards > 1:
             nodes = tuple(parse_device(name).node for name in devices[: learner.ranks.shards])
             writers = PublishingRanks(learner.ranks.rank, nodes)
-        exports = memory is not None and writers is None and routes == {"cuda ipc"}
+        archive = archive_of(experiment) if experiment.checkpoint.delta_bytes and learner.lora is None else None
+        exports = memory is not None and writers is None and routes == {"cuda ipc"} and archive is None
         # Masters are float32, and the model computes with them rounded.
         self._rounds = self._divided and learner.dtype != dtype
         # A side that takes turns computes nothing beside the copy to the host.
         options: dict[str, Any] = {"exports": exports, "snapshots": not experiment.run.offload, "writers": writers}
+        options["archive"] = archive
+        fetches = any(Location.of(name).machine != trainer_at.machine for name in generator.devices)
+        options["whole_every"] = experiment.weights.whole_every if fetches else 1
         # The newest announced version stays while the next is written.
         self._publisher = Publisher(run_id, 2 if exports else 3, dtype=dtype, memory=memory, **options)
         # Of each tensor, the undivided shape and the first element of this rank's rows; they don't change.

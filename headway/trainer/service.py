@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from headway.algorithms.samples import FlatBatch
 from headway.config.load import model_folders, validate_experiment
 from headway.config.schema import Experiment, TrainerConfig
+from headway.config.services.policy_sections import PolicySections
 from headway.models.adapter_targets import base_digest
 from headway.models.cpu.native import missing_reason
 from headway.models.hf.pixels import FOLDER, PixelStore
@@ -60,7 +61,7 @@ class ModelService:
     def __init__(
         self,
         context: Any,
-        experiment: Experiment,
+        experiment: PolicySections,
         run_id: str,
         settings: TrainerConfig,
         ranks: Ranks | None = None,
@@ -74,7 +75,7 @@ class ModelService:
         self.ranks = ranks or Ranks()
         device, seed = use_device(context.device), experiment.run.seed
         if self.ranks.size > 1:
-            self.ranks.require_equal("start", _installation(experiment))
+            self.ranks.require_equal("start", _installation(cast("Experiment", experiment)))
         learner_options: dict[str, Any] = {"chat": experiment.uses_chat, "replays": replays, "pixels": pixels}
         self.learner = Learner(experiment.model, settings, device, self.ranks, seed, **learner_options)
         self.version = 0  # completed steps
@@ -158,7 +159,7 @@ class ModelService:
         if self.ranks.mesh is not None:
             from headway.trainer.layout_check import compare_with_one_rank  # makes models, as one rank never does
 
-            self._log.warning("%s", compare_with_one_rank(self.experiment, self.learner))
+            self._log.warning("%s", compare_with_one_rank(cast("Experiment", self.experiment), self.learner))
 
     def close(self) -> None:
         """Unlink the published weights and leave the process group."""
@@ -175,21 +176,22 @@ class TrainerService(ModelService):
     """The worker class of an RL trainer's rank: the model, its optimiser and the version.
 
     Every rank gets its own sequences of a batch (`FlatBatch.take`) in the same calls.
-    ``context``: the worker's (device, log). ``experiment``: the validated experiment as a JSON mapping.
+    ``context``: the worker's (device, log). ``experiment``: the sections that it reads, or the
+    validated experiment as a JSON mapping.
     """
 
     def __init__(
         self,
         context: Any,
         *,
-        experiment: dict[str, Any],
+        experiment: PolicySections | dict[str, Any],
         run_id: str,
         rank: int = 0,
         world_size: int = 1,
         rendezvous: str = "",
         exports_weights: bool = False,
     ) -> None:
-        validated = validate_experiment(experiment, "experiment")
+        validated = validate_experiment(experiment, "experiment") if isinstance(experiment, dict) else experiment
         settings = validated.trainer
         ranks = open_ranks(settings, rank, world_size, rendezvous, use_device(context.device))
         replays, pixels = replayed_routing(validated) is not None, PixelStore(Path(validated.run.directory) / FOLDER)
@@ -325,7 +327,7 @@ class TrainerService(ModelService):
             path=path,
             state=self._state(consumed, {"kl_coefficient": self.policy.rules[0].kl_coefficient} if adapts_kl else {}),
             weights_folder=self._weights_folder,
-            texts={GRAMMAR_FILE: GRAMMAR_VERSION} if self._constrains else {},
+            texts={GRAMMAR_FILE: GRAMMAR_VERSION} if self.experiment.constrains else {},
             has_optimiser=True,
             kept_checkpoints=self.experiment.checkpoint.keep_last,
         )
@@ -367,11 +369,6 @@ class TrainerService(ModelService):
         facts: dict[str, Any] = {"version": self.version, "step": batch.step, "groups": len(batch.batch_groups)}
         facts |= {"samples": batch.samples, "tokens": batch.tokens, "loss tokens": batch.loss_tokens}
         self.ranks.require_equal(call, facts)
-
-    @property
-    def _constrains(self) -> bool:
-        """Whether the run may train on answers that grammars constrained."""
-        return self.experiment.kept_sets > 0 and self.experiment.environment.calls
 
     @property
     def _weights_folder(self) -> str:

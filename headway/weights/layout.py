@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from headway.records.errors import ConfigurationError
-from headway.weights.checksums import LANE_BYTES, Algorithm, Block, blocks_of
+from headway.weights.checksums import LANE_BYTES, Algorithm, Block
 from headway.weights.division import Extent
+from headway.weights.manifest import PayloadManifest, PayloadTensor
 from headway.weights.slot_file import PAGE, table_start
 
 _ALIGNMENT = {"xxh3": 64, "lanes": LANE_BYTES}  # bytes to which every tensor is aligned: for any dtype; a lane
@@ -34,28 +35,13 @@ class TensorRows(NamedTuple):
         return cls(tensor, tuple(tensor.shape))
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    """The position of a tensor in the payload."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int  # bytes from the start of the payload
-    size: int  # bytes
-
-
-class _Manifest(msgspec.Struct, frozen=True):
-    algorithm: Algorithm  # hash of the table's rows
-    tensors: tuple[_Entry, ...]
-
-
 @dataclass(frozen=True)
 class Layout:
     """The positions of a version's tensors. In a file they are behind the header, the manifest and the table."""
 
     manifest: bytes
     algorithm: Algorithm
-    entries: tuple[_Entry, ...]
+    entries: tuple[PayloadTensor, ...]
     payload_size: int
     blocks: tuple[Block, ...]
 
@@ -63,23 +49,23 @@ class Layout:
     def of(cls, rows: Mapping[str, TensorRows], dtype: torch.dtype | None, algorithm: Algorithm = "xxh3") -> Layout:
         """Lay out the tensors that have these rows, floating ones as ``dtype``. Raises ConfigurationError for one that
         isn't publishable."""
-        entries, offset, alignment = list[_Entry](), 0, _ALIGNMENT[algorithm]
+        entries, offset, alignment = list[PayloadTensor](), 0, _ALIGNMENT[algorithm]
         for name, (tensor, shape, _) in rows.items():
             stored_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             type_name = str(stored_dtype).removeprefix("torch.")
             if type_name not in _DTYPES:
                 raise ConfigurationError(f"weights: {name} has dtype {type_name}; publishable are {', '.join(_DTYPES)}")
             size_bytes = prod(shape) * stored_dtype.itemsize
-            entries.append(_Entry(name, type_name, shape, offset, size_bytes))
+            entries.append(PayloadTensor(name, type_name, shape, offset, size_bytes))
             offset += -(-size_bytes // alignment) * alignment
-        manifest = msgspec.json.encode(_Manifest(algorithm, tuple(entries)))
+        manifest = msgspec.json.encode(PayloadManifest(algorithm, tuple(entries)))
         return cls.read(manifest, max(offset, alignment))
 
     @classmethod
     def read(cls, manifest: bytes, payload_size: int) -> Layout:
         """Read the layout of a payload from its manifest, which is verified."""
-        decoded_manifest = msgspec.json.decode(manifest, type=_Manifest)
-        blocks = tuple(blocks_of((entry.offset, entry.size) for entry in decoded_manifest.tensors))
+        decoded_manifest = msgspec.json.decode(manifest, type=PayloadManifest)
+        blocks = tuple(decoded_manifest.blocks())
         return cls(manifest, decoded_manifest.algorithm, decoded_manifest.tensors, payload_size, blocks)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import msgspec
@@ -20,15 +21,16 @@ _FACTORY = "headway.weights.mirror:MirrorService"
 _FETCH_S = 600.0
 _START_S = 60.0
 _KEPT_VERSIONS = 3  # versions
+_SLOWER = 2.0  # times its own seconds, that a node may wait for another's copy
 
 
 class Mirrors:
     """Brings published versions to the nodes that need them, each version once to each node.
 
     The nodes that want a version form a chain in the order in which they ask: the first fetches from the trainer's
-    machine, each other one from the one before it, while that is still fetching. A node whose predecessor fails
-    fetches from the trainer's machine. Where the trainer's ranks have published a version on several nodes, each of
-    them is the source of its part, and fetches the others' if it needs the version.
+    machine, each other one from the last before it that isn't much slower, while that is still fetching. A node whose
+    predecessor fails fetches from the trainer's machine. Where the trainer's ranks have published a version on several
+    nodes, each of them is the source of its part, and fetches the others' if it needs the version.
     """
 
     def __init__(
@@ -49,9 +51,9 @@ class Mirrors:
         self._slots: dict[str, WorkerSlot] = {}  # by node
         self._addresses: dict[str, tuple[WorkerHandle, str]] = {}  # of mirrors, by node
         self._chains: dict[int, list[str]] = {}  # version -> nodes, in the order of the chain
-        self._served: tuple[tuple[int, str], asyncio.Future[None]] | None = (
-            None  # the last version: it and its checksum
-        )
+        self._seconds: dict[str, float] = {}  # of each node's last fetch
+        # The last version, by itself and its checksum, with the whole version in the store, if there is one.
+        self._served: tuple[tuple[int, str], asyncio.Future[PublishedWeights | None]] | None = None
         self._copies: dict[tuple[int, str, str], asyncio.Task[PublishedWeights]] = {}  # version, its checksum, node
 
     async def on_node(self, published: PublishedWeights, node: str) -> PublishedWeights:
@@ -97,15 +99,22 @@ class Mirrors:
 
     async def _copy(self, published: PublishedWeights, node: str) -> PublishedWeights:
         chain_nodes = self._chains.setdefault(published.version, [])
-        previous_node = chain_nodes[-1] if chain_nodes else None
+        limit_s = _SLOWER * self._seconds.get(node, min(self._seconds.values(), default=inf))
+        fast_nodes = [other for other in chain_nodes if self._seconds.get(other, 0.0) <= limit_s]
+        previous_node, started_s = fast_nodes[-1] if fast_nodes else None, self._clock.now()
         chain_nodes.append(node)
         try:
             try:
-                if previous_node is None or published.parts:
-                    await self._serve_once(published)
-                return await self._fetch(published, node, previous_node)
+                stored = None
+                if previous_node is None or published.parts or self._settings.get("store"):
+                    stored = await self._serve_once(published)
+                if stored is not None:
+                    return await self._fetch_stored(published, node, stored)
+                copy = await self._fetch(published, node, previous_node)
+                self._seconds[node] = self._clock.now() - started_s
+                return copy
             except WeightsCorrupt:  # a mirror has died, here or there: its successor may do better
-                await self._serve(published)
+                await self._serve(published, directly=True)
                 return await self._fetch(published, node, None)
         except BaseException:
             chain_nodes.remove(node)
@@ -121,16 +130,30 @@ class Mirrors:
         except (HeadwayError, TimeoutError) as error:
             raise _corrupt(published, node, error) from error
 
-    async def _serve_once(self, published: PublishedWeights) -> None:
+    async def _fetch_stored(self, published: PublishedWeights, node: str, stored: PublishedWeights) -> PublishedWeights:
+        try:
+            node_mirror, _ = await self._mirror(node)
+            return await node_mirror.call("fetch", published, [], stored, timeout_s=_FETCH_S)
+        except (HeadwayError, TimeoutError) as error:
+            raise _corrupt(published, node, error) from error
+
+    async def _serve_once(self, published: PublishedWeights) -> PublishedWeights | None:
         """Have a version served from where it was published, before the first fetch: a mirror that fetches takes no
-        other call, and two would wait for each other's parts."""
+        other call, and two would wait for each other's parts. Returns the whole version that is in the store."""
         key = published.version, published.checksum
         if self._served is None or self._served[0] != key:
             self._served = key, asyncio.ensure_future(self._serve(published))
-        await asyncio.shield(self._served[1])
+        return await asyncio.shield(self._served[1])
 
-    async def _serve(self, published: PublishedWeights) -> None:
-        """Let the mirrors of the nodes where it was published serve a version. Raises WeightsCorrupt."""
+    async def _serve(self, published: PublishedWeights, *, directly: bool = False) -> PublishedWeights | None:
+        """Let the mirrors of the nodes where it was published serve a version; or, unless it is to come ``directly``,
+        put it into the store, if there is one and one node has all of the version. Raises WeightsCorrupt."""
+        if self._settings.get("store") and not (published.parts or directly):
+            try:
+                origin_mirror, _ = await self._mirror(self._origin)
+                return await origin_mirror.call("store_published", published, timeout_s=_FETCH_S)
+            except (HeadwayError, TimeoutError) as error:
+                self._on_event("weights_not_stored", f"version {published.version}: {error}")
         for part in self._parts_of(published):
             try:
                 mirror_worker, _ = await self._mirror(part.node)
@@ -138,6 +161,7 @@ class Mirrors:
                 await mirror_worker.call("serve_published", own_file, part.ranges)
             except (HeadwayError, TimeoutError) as error:
                 raise _corrupt(published, part.node, error) from error
+        return None
 
     def _parts_of(self, published: PublishedWeights) -> Sequence[PublishedPart]:
         return published.parts or [PublishedPart(node=self._origin, path=published.path, ranges=())]

@@ -4,57 +4,24 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.records.generation import PublishedPart, PublishedWeights
+from headway.records.generation import PublishedDelta, PublishedPart, PublishedWeights
 from headway.weights.checksums import hash_blocks, hash_lanes, root_of
+from headway.weights.delta_chain import ChainedVersion, DeltaChain
 from headway.weights.device_memory import DeviceMemory, lane_sums
 from headway.weights.division import Extent, PayloadDivision, Range
 from headway.weights.layout import Layout
 from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, map_slot, new_slot
 from headway.weights.slots import SlotLock
-
-T = TypeVar("T")
-
-
-class Writers(Protocol):
-    """The ranks that publish the versions of one model together, each its rows, by equal calls in equal order.
-
-    The calls of a rank come from one thread at a time, which isn't always the same.
-    """
-
-    rank: int
-    nodes: tuple[str, ...]  # of each rank; those of one node write into the same file
-
-    def all_gather(self, value: T) -> list[T]:
-        """Return every rank's ``value``, rank 0's first."""
-        ...
-
-    def exchange(self, transfers: Iterable[tuple[int, int, Tensor]]) -> None:
-        """Send and receive memory: (source, target, [bytes] uint8), of which other ranks' is ignored."""
-        ...
-
-
-class OneWriter:
-    """A process that publishes alone."""
-
-    rank: int = 0
-    nodes: tuple[str, ...] = ("",)
-
-    def all_gather(self, value: T) -> list[T]:
-        """See `Writers.all_gather`."""
-        return [value]
-
-    def exchange(self, transfers: Iterable[tuple[int, int, Tensor]]) -> None:
-        """See `Writers.exchange`."""
+from headway.weights.writers import Writers
 
 
 class Slot:
@@ -148,6 +115,7 @@ class Publication:
     starts: list[int]  # of the tensors in the snapshot
     beside: AbstractContextManager[None]  # of the work that follows the snapshot
     snapshot_s: float
+    chain: DeltaChain | None = None  # that the version continues
 
     def finish(self) -> PublishedWeights:
         """Copy the snapshot, make the table and its root, and let readers in. A call of all writers."""
@@ -168,6 +136,10 @@ class Publication:
             table[[block.row for block in self.division.hashed_by(rank)]] = rank_hashes
         checksum = root_of(self.version, layout.manifest, table)
         slot.complete(self.version, table)
+        hashed_at_s, deltas = time.perf_counter(), tuple[PublishedDelta, ...]()
+        if self.chain is not None and not slot.handle:
+            new = ChainedVersion(self.version, checksum, layout.manifest, slot.payload.numpy())
+            deltas = self.chain.extend(slot.path.parent, new, table, self.division.hashed_by(writers.rank))
         finished_s = time.perf_counter()
         return PublishedWeights(
             version=self.version,
@@ -177,8 +149,10 @@ class Publication:
             publish_s=self.snapshot_s + finished_s - started_s,
             handle=slot.handle,
             snapshot_s=self.snapshot_s,
-            hash_s=finished_s - copied_at_s,
+            hash_s=hashed_at_s - copied_at_s,
+            encode_s=finished_s - hashed_at_s,
             parts=self._parts() if len(self.paths) > 1 else (),
+            deltas=deltas,
         )
 
     def _copy_snapshot(self) -> None:

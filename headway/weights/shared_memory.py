@@ -6,7 +6,7 @@ with the copy shows up as a wrong version or checksum, never as wrong weights. O
 is, under a lock of the file (`slots.SlotLock`), for which the next update of that slot waits. Each process that has a
 slot mapped holds it (`slots.hold`): a slot that no process holds was left behind by a crash.
 
-Ranks that divide a model publish together (`publication.Writers`): the first of each node makes the file, and all write
+Ranks that divide a model publish together (`writers.Writers`): the first of each node makes the file, and all write
 their rows into it.
 
 With a `DeviceMemory` that others map, the payload stays there: the file ends with the table, and the record has the
@@ -31,17 +31,21 @@ from torch import Tensor
 
 from headway.records.errors import ConfigurationError, WeightsCorrupt
 from headway.records.generation import PublishedWeights
-from headway.weights.checksums import PassSeconds, differing_block, hash_blocks, hash_lanes, root_of
+from headway.weights.checksums import PassSeconds, differing_block, hash_blocks, hash_lanes
+from headway.weights.delta_archive import DeltaArchive
+from headway.weights.delta_chain import DeltaChain
+from headway.weights.deltas import chain_to
 from headway.weights.device_memory import DeviceMemory, lane_sums
 from headway.weights.division import Extent, PayloadDivision
 from headway.weights.layout import Layout, TensorRows
-from headway.weights.publication import OneWriter, Publication, Slot, Writers
-from headway.weights.slot_file import HEADER, MAGIC, UNWRITTEN, default_folders, table_start
+from headway.weights.publication import Publication, Slot
+from headway.weights.slot_file import HEADER, UNWRITTEN, default_folders
+from headway.weights.slot_heads import Read, gone, other_checksum, read_head, wrong_version
 from headway.weights.slots import SlotLock, hold, slot_stem
+from headway.weights.staging import ChangedValues, StagingBuffer
+from headway.weights.writers import OneWriter, Writers
 
 log = logging.getLogger(__name__)
-_ALIGNMENT = 64  # bytes, of a reader's buffer: for the fastest reads
-_Read = Callable[[int, int], bytes]  # of a file: from the first byte to before the last
 _READERS_S = 5.0  # that an update waits for the locks of a slot's readers, before it takes other memory
 
 
@@ -53,6 +57,8 @@ class Publisher:
     ``memory``: the device's in which the tensors are. With ``snapshots``, and space, it takes one, so that the copy to
     the host runs beside the device's next work; or, with ``exports`` and space, it has the payload of all slots.
     ``writers``: ranks that publish together, with this one among them; None: it publishes alone.
+    ``whole_every``: each version has a delta from the one before it (see `DeltaChain`), but so many, the first of all;
+    1: none has. A version that stays in device memory has none. ``archive``: keeps deltas; of all writers, or none.
     """
 
     def __init__(
@@ -66,6 +72,8 @@ class Publisher:
         exports: bool = False,
         snapshots: bool = True,
         writers: Writers | None = None,
+        whole_every: int = 1,
+        archive: DeltaArchive | None = None,
     ) -> None:
         if slots < 2:
             raise ConfigurationError(f"weights: slots = {slots}: at least 2, or a reader always races the writer")
@@ -75,6 +83,9 @@ class Publisher:
         self._memory, self._exports, self._snapshots = memory, exports, snapshots and not exports
         self._folders = [Path(directory)] if directory is not None else default_folders()
         self._writers: Writers = writers or OneWriter()
+        self._chain = (
+            DeltaChain(self._stem, whole_every, self._writers, archive) if whole_every > 1 or archive else None
+        )
         self._division: tuple[bytes, list[Extent], PayloadDivision] | None = None  # with the layout's manifest
         self._open: dict[int, Slot] = {}
         self._next = 0
@@ -114,7 +125,8 @@ class Publisher:
         work_context = nullcontext() if self._memory is None else self._memory.after_present_work()
         self._next = (self._next + 1) % self._slots
         snapshot_s = time.perf_counter() - started_s
-        return Publication(slot, version, writers, division, extents, paths, snapshot, starts, work_context, snapshot_s)
+        parts = slot, version, writers, division, extents, paths, snapshot, starts, work_context, snapshot_s
+        return Publication(*parts, self._chain)
 
     def _divide(self, layout: Layout, extents: list[Extent]) -> PayloadDivision:
         """The division of the payload, which is the last one's unless shapes have changed."""
@@ -179,6 +191,8 @@ class Publisher:
         for slot in self._open.values():
             slot.unlink()
         self._open.clear()
+        if self._chain is not None:
+            self._chain.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -199,9 +213,7 @@ class Subscriber:
         self._memory = memory
         self._maps: dict[str, tuple[tuple[int, int, int], mmap.mmap]] = {}
         self._sources: dict[str, tuple[str, Tensor]] = {}  # of publishers' device memory: by path, its handle
-        self._buffer, self._in_device = torch.empty(0, dtype=torch.uint8), False
-        self._views: tuple[bytes, dict[str, Tensor]] | None = None
-        self._kept = (self._buffer, self._in_device, self._views)
+        self._buffer, self._kept = StagingBuffer(memory), StagingBuffer(memory)
         self.spent = PassSeconds()  # of the last fetch
         self._attached: SlotLock | None = None
 
@@ -210,7 +222,8 @@ class Subscriber:
         published: PublishedWeights,
         on_progress: Callable[[str, Tensor, int], None] = lambda name, tensor, size: None,
     ) -> dict[str, Tensor]:
-        """Copy and verify the tensors of ``published``: views of a private buffer, valid until the next fetch.
+        """Copy and verify the tensors of ``published``: views of a private buffer, valid until the next fetch. Where
+        deltas lead to it from the buffer's version, these are written over that.
         ``on_progress(name, tensor, size)``: the first ``size`` bytes of a tensor are copied, not yet verified (see
         `checksums.hash_blocks`); from a file alone.
 
@@ -218,17 +231,26 @@ class Subscriber:
         have the announced version and checksum; the remedy is to fetch a newer version.
         """
         with self._opened(published) as (read, file_bytes):
-            layout, expected_table = _read_head(read, published)
+            layout, expected_table = read_head(read, published)
             if not published.handle and layout.payload_start + layout.payload_size > file_bytes:
                 raise WeightsCorrupt(f"{published.path}: {file_bytes} bytes, which is too short")
             names = [entry.name for entry in layout.entries]
-            tensors = self._tensors(layout, in_device=bool(published.handle))
-            copied_table = self._copy(published, layout, lambda i, size: on_progress(names[i], tensors[names[i]], size))
+            tensors = self._buffer.tensors(layout, in_device=bool(published.handle))
+
+            def report(tensor: int, size: int) -> None:
+                on_progress(names[tensor], tensors[names[tensor]], size)
+
+            copied_table, spent = expected_table, self._buffer.advance(published, expected_table, report)
+            if spent is None:
+                copied_table = self._copy(published, layout, report)
+            else:
+                self.spent = spent
             final_version = HEADER.unpack(read(0, HEADER.size))[1]
         if final_version != published.version:
-            raise WeightsCorrupt(_wrong_version(published, final_version) + " (overwritten while it was read)")
+            raise WeightsCorrupt(wrong_version(published, final_version) + " (overwritten while it was read)")
         if (damaged_block := differing_block(copied_table, expected_table, layout.blocks)) is not None:
-            raise WeightsCorrupt(_other_checksum(published, f": {names[damaged_block.tensor]} differs"))
+            raise WeightsCorrupt(other_checksum(published, f": {names[damaged_block.tensor]} differs"))
+        self._buffer.verified(published, expected_table)
         return dict(tensors)
 
     def attach(self, published: PublishedWeights, share: int = 0, shares: int = 1) -> dict[str, Tensor]:
@@ -242,12 +264,12 @@ class Subscriber:
         try:
             lock = SlotLock(published.path)
         except OSError as error:
-            raise WeightsCorrupt(_gone(published, error)) from None
+            raise WeightsCorrupt(gone(published, error)) from None
         with ExitStack() as on_failure:
             on_failure.callback(lock.close)
             if not lock.acquire(exclusive=False):
-                raise WeightsCorrupt(_wrong_version(published, UNWRITTEN))
-            layout, expected_table = _read_head(lock.read, published)
+                raise WeightsCorrupt(wrong_version(published, UNWRITTEN))
+            layout, expected_table = read_head(lock.read, published)
             if layout.payload_start + layout.payload_size > lock.size:
                 raise WeightsCorrupt(f"{published.path}: {lock.size} bytes, which is too short")
             payload = np.frombuffer(lock.map(), np.uint8, layout.payload_size, layout.payload_start)
@@ -255,7 +277,7 @@ class Subscriber:
             hashes, self.spent = hash_blocks(payload, blocks)
             if (damaged_block := differing_block(hashes, expected_table[share::shares], blocks)) is not None:
                 name = layout.entries[damaged_block.tensor].name
-                raise WeightsCorrupt(_other_checksum(published, f": {name} differs"))
+                raise WeightsCorrupt(other_checksum(published, f": {name} differs"))
             on_failure.pop_all()
         self._attached = lock
         return layout.views(torch.from_numpy(payload))
@@ -268,52 +290,53 @@ class Subscriber:
 
     def keep(self) -> None:
         """Keep the last fetch's tensors valid until the next call of this: fetches fill another buffer meanwhile."""
-        latest = self._buffer, self._in_device, self._views
-        (self._buffer, self._in_device, self._views), self._kept = self._kept, latest
+        self._buffer, self._kept = self._kept, self._buffer
+
+    def damage(self) -> str:
+        """The tensor and block of the kept tensors that have changed since they were verified; "": none."""
+        return self._kept.damage()
+
+    def tensors_of(self, checksum: str) -> dict[str, Tensor]:
+        """The tensors of the last fetch, if it was of this version and `keep` doesn't have them; empty if not."""
+        return self._buffer.tensors_of(checksum)
+
+    def deltas_to(self, published: PublishedWeights) -> int:
+        """The deltas by which the next fetch can come, if it is of ``published``; 0: it comes whole."""
+        return 0 if published.handle else len(chain_to(published, self._buffer.version, self._buffer.checksum))
+
+    def changes_from(self, checksum: str, steps: int | None = None) -> Iterator[ChangedValues] | None:
+        """The values in which the last fetch differs from a version, if it came by deltas from that, by so many if
+        given; None if not."""
+        is_from = checksum and self._buffer.changed_from == checksum and steps in (None, self._buffer.change_steps)
+        return self._buffer.changes() if is_from else None
 
     def forget(self) -> None:
         """Free what was fetched; mappings stay, for as long as a reader has one the publisher's death removes none."""
-        self._buffer, self._views = torch.empty(0, dtype=torch.uint8), None
-        self._kept = (self._buffer, self._in_device, self._views)
+        self._buffer, self._kept = StagingBuffer(self._memory), StagingBuffer(self._memory)
         self._sources.clear()
         self.detach()
         for _, file_map in self._maps.values():
             file_map.madvise(mmap.MADV_DONTNEED)
-
-    def _tensors(self, layout: Layout, *, in_device: bool) -> dict[str, Tensor]:
-        """The views of the private buffer, which is made, in device memory or the host's, unless it fits."""
-        if len(self._buffer) != layout.payload_size or self._in_device != in_device:
-            self._in_device, self._views = in_device, None
-            if in_device and self._memory is not None:
-                self._buffer = self._memory.allocate(layout.payload_size)
-            else:
-                host_buffer = _aligned(layout.payload_size)
-                if self._memory is not None:
-                    self._memory.pin(host_buffer)
-                self._buffer = torch.from_numpy(host_buffer)
-        if self._views is None or self._views[0] != layout.manifest:
-            self._views = (layout.manifest, layout.views(self._buffer))
-        return self._views[1]
 
     def _copy(self, published: PublishedWeights, layout: Layout, on_progress: Callable[[int, int], None]) -> np.ndarray:
         """Fill the buffer; returns its table."""
         if not published.handle:
             file_map = self._maps[published.path][1]
             source_bytes = np.frombuffer(file_map, np.uint8, layout.payload_size, layout.payload_start)
-            table, self.spent = hash_blocks(self._buffer.numpy(), layout.blocks, source_bytes, on_progress)
+            table, self.spent = hash_blocks(self._buffer.payload.numpy(), layout.blocks, source_bytes, on_progress)
             return table
         assert self._memory is not None
         started_s = time.perf_counter()
         with self._memory.after_present_work():
-            self._buffer.copy_(self._sources[published.path][1])
+            self._buffer.payload.copy_(self._sources[published.path][1])
         copied_at_s = time.perf_counter()
         with self._memory.after_present_work():
-            table = hash_lanes(lane_sums(self._buffer), layout.blocks)
+            table = hash_lanes(lane_sums(self._buffer.payload), layout.blocks)
         self.spent = PassSeconds(copied_at_s - started_s, time.perf_counter() - copied_at_s)
         return table
 
     @contextmanager
-    def _opened(self, published: PublishedWeights) -> Iterator[tuple[_Read, int]]:
+    def _opened(self, published: PublishedWeights) -> Iterator[tuple[Read, int]]:
         """Yield the bytes of the slot's file and their count; a slot of device memory is mapped, and locked."""
         if not published.handle:
             file_map = self._map(published)
@@ -324,10 +347,10 @@ class Subscriber:
         try:
             lock = SlotLock(published.path)
         except OSError as error:
-            raise WeightsCorrupt(_gone(published, error)) from None
+            raise WeightsCorrupt(gone(published, error)) from None
         with closing(lock):
             if not lock.acquire(exclusive=False):
-                raise WeightsCorrupt(_wrong_version(published, UNWRITTEN))
+                raise WeightsCorrupt(wrong_version(published, UNWRITTEN))
             if not lock.owner_lives():
                 raise WeightsCorrupt(
                     f"{published.path}: version {published.version} went with its publisher's process; its successor "
@@ -344,7 +367,7 @@ class Subscriber:
         try:
             descriptor = os.open(published.path, os.O_RDONLY)
         except OSError as error:
-            raise WeightsCorrupt(_gone(published, error)) from None
+            raise WeightsCorrupt(gone(published, error)) from None
         try:
             hold(descriptor)  # a reader too: should the publisher die, its last version must stay for a restart
             file_status = os.fstat(descriptor)
@@ -358,42 +381,3 @@ class Subscriber:
             return cached_map[1]
         finally:
             os.close(descriptor)
-
-
-def _read_head(read: _Read, published: PublishedWeights) -> tuple[Layout, np.ndarray]:
-    """Read layout and table of a slot, which are those of the announced checksum."""
-    if len(header := read(0, HEADER.size)) < HEADER.size:
-        raise WeightsCorrupt(f"{published.path}: too short for a header")
-    magic, version, _, manifest_size, table_size, payload_size = HEADER.unpack(header)
-    if magic != MAGIC:
-        raise WeightsCorrupt(f"{published.path}: not a weights file")
-    if version != published.version:
-        raise WeightsCorrupt(_wrong_version(published, version))
-    if payload_size != published.size_bytes:
-        raise WeightsCorrupt(f"{published.path}: {payload_size} bytes where {published.size_bytes} were announced")
-    manifest = read(HEADER.size, HEADER.size + manifest_size)
-    table_offset = table_start(manifest_size)
-    table = np.frombuffer(read(table_offset, table_offset + table_size // 8 * 8), np.uint64)
-    if root_of(version, manifest, table) != published.checksum:
-        raise WeightsCorrupt(_other_checksum(published, ""))
-    return Layout.read(manifest, payload_size), table
-
-
-def _aligned(size: int) -> np.ndarray:
-    """A buffer of ``size`` bytes aligned like the slots, for the fastest reads."""
-    padded_buffer = np.empty(size + _ALIGNMENT, dtype=np.uint8)
-    first_byte = -padded_buffer.ctypes.data % _ALIGNMENT
-    return padded_buffer[first_byte : first_byte + size]
-
-
-def _gone(published: PublishedWeights, error: OSError) -> str:
-    return f"{published.path}: version {published.version} is gone: {error.strerror}"
-
-
-def _other_checksum(published: PublishedWeights, detail: str) -> str:
-    return f"{published.path}: version {published.version} does not have checksum {published.checksum}{detail}"
-
-
-def _wrong_version(published: PublishedWeights, actual: int) -> str:
-    state_text = "is being overwritten" if actual == UNWRITTEN else f"holds version {actual}"
-    return f"{published.path}: version {published.version} was announced, but the slot {state_text}"

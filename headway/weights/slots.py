@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from headway.runtime.scratch import ScratchFolder, remove_unlocked
 
@@ -103,6 +104,10 @@ class SlotLock:
     def read(self, first: int, last: int) -> bytes:
         """Read bytes of the file."""
         return os.pread(self._descriptor, last - first, first)
+
+    def open(self) -> IO[bytes]:
+        """Open the file once more, to read it: it may have another name by now, or none."""
+        return os.fdopen(os.dup(self._descriptor), "rb")
 
     def map(self) -> mmap.mmap:
         """Map the file, to read it: what is written to the mapping changes a private copy."""

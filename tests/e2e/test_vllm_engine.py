@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mirrored_engine import VERSIONS, check_versions_by_deltas
 from tiers import first
 from vllm_engines import CONTEXT_TOKENS, PublishedEngine, make_engine, model_of, needs_vllm, publisher
 
@@ -137,6 +140,40 @@ def test_the_first_module_with_other_weights_is_named(
 
     monkeypatch.setattr(worker, "load_weights", loses_one_row)
     assert f"module {module}:" in mismatch(engine, 1)
+
+
+@pytest.mark.long
+def test_flips_that_probes_find_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """200 flips of a bit of a float32 weight: those of the highest exponent bit are found, whatever the weight is."""
+    from headway.generator.engines.vllm import worker
+
+    chance, load = random.Random(0), worker.load_weights
+    tensors = weights_of(model_of(1, tied=False))
+    trials, found = Counter[int](), Counter[int]()
+    for trial in range(200):
+        bit = 30 if trial % 4 == 0 else chance.randrange(32)
+
+        def flipped(model: Any, model_config: Any, loaded: Any, bit=bit) -> None:
+            weights = {name: weight.clone() for name, weight in loaded}
+            bits_n = chance.choice(list(weights.values())).view(torch.int32).flatten()
+            bits_n[chance.randrange(len(bits_n))] ^= 1 << bit if bit < 31 else -(1 << 31)
+            load(model, model_config, weights.items())
+
+        engine = make_engine(tied=False)
+        trials[bit] += 1
+        with monkeypatch.context() as patched:
+            patched.setattr(worker, "load_weights", flipped)
+            try:
+                engine.update_weights(tensors, 1, "keep")
+            except WeightsMismatch:
+                found[bit] += 1
+    print("flips found by bit:", {bit: f"{found[bit]} of {trials[bit]}" for bit in sorted(trials, reverse=True)})
+    assert found[30] == trials[30] > 40
+
+
+@pytest.mark.parametrize("mode", ["keep", pytest.param("recompute", marks=pytest.mark.long)])
+def test_versions_come_by_deltas(tmp_path: Path, mode: Any) -> None:
+    assert check_versions_by_deltas(make_engine(), model_of(0), tmp_path, mode) >= 0.6 * VERSIONS
 
 
 def test_without_probes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

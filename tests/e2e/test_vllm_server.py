@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from mirrored_engine import VERSIONS, check_versions_by_deltas
 from vllm_engines import model_of, needs_vllm
 from vllm_servers import LONGEST_TOKENS, PublishedServerEngine, Served, engine_of, model_folder, served
 
@@ -64,6 +65,10 @@ def test_prefix_is_not_shared_across_versions(make: Any) -> None:
 
 def test_prefix_is_not_shared_across_updates_of_one_version(make: Any) -> None:
     conformance.check_prefix_is_not_shared_across_updates_of_one_version(make)
+
+
+def test_versions_come_by_deltas(make: Any, tmp_path: Path) -> None:
+    assert check_versions_by_deltas(make(), model_of(0), tmp_path) >= 0.6 * VERSIONS
 
 
 def test_priorities(make: Any) -> None:

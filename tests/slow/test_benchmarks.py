@@ -110,6 +110,17 @@ def test_weight_update_in_short() -> None:
     assert found["copy_s"] > 0
 
 
+def test_weight_deltas_in_short() -> None:
+    command = [sys.executable, str(BENCHMARKS / "weight_update.py"), "--delta", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < result["delta_bytes_share"] < 0.2
+    assert result["worst_tensor_over_bound"] < 1.15
+    assert result["over_whole"] < 1
+    assert min(result["pause_over_copy"], result["encode_over_copy"], result["step_with_encoding"]) > 0
+
+
 @pytest.mark.long
 def test_links_in_short() -> None:
     """No timing is asserted: `--quick` is too short to measure anything."""

@@ -40,7 +40,7 @@ class StaleLayer(GeneratorService):
 
         right = slot_engine.adopt_weights
 
-        def stale(model: Any, tensors: dict[str, Any]) -> bool:
+        def stale(model: Any, tensors: dict[str, Any], changes: Any = None) -> bool:
             name = "layers.0.down_weight"
             return right(model, {**tensors, name: dict(model.named_parameters())[name].detach().clone()})
 

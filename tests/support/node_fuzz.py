@@ -173,4 +173,4 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-REQUEST = struct.Struct("<qQQ")  # of mirrors: version, offset, count
+REQUEST = struct.Struct("<?qQQ")  # of mirrors: whether of the delta, version, offset, count

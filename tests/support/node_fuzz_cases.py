@@ -74,7 +74,7 @@ async def attack_a_mirror(folder: Path, monkeypatch: pytest.MonkeyPatch, cases: 
             for offset, count in ((0, (1 << 64) - 1), ((1 << 64) - 1, 1), (0, 1 << 63), (1 << 40, 0)):
                 sock, _ = await dial(source.address(), KEY, Hello(purpose="mirror", subject="0", epoch=1), 10.0)
                 with sock:
-                    await asyncio.get_running_loop().sock_sendall(sock, REQUEST.pack(0, offset, count))
+                    await asyncio.get_running_loop().sock_sendall(sock, REQUEST.pack(False, 0, offset, count))
                     answer = await asyncio.get_running_loop().sock_recv(sock, 100)
                     assert answer == bytes(9)  # not there
             assert resident_bytes() - before < FLAT_BYTES

@@ -22,7 +22,15 @@ class Setting:
     """A pool of fake replicas, and what it told."""
 
     def __init__(
-        self, clock: Clock, replicas: int = 2, *, slots: int = 8, router: Any = None, mode: str = "keep", **options: Any
+        self,
+        clock: Clock,
+        replicas: int = 2,
+        *,
+        slots: int = 8,
+        router: Any = None,
+        mode: str = "keep",
+        queue: Any = None,
+        **options: Any,
     ) -> None:
         self.events: list[str] = []
         self.seen: list[str] = []  # sampling seeds in the order they reached a replica
@@ -38,6 +46,7 @@ class Setting:
                     "update_mode": mode,
                 },
                 "trainer": {"devices": ["cpu:1"]},
+                "queue": queue or {},
             },
             "test",
         )

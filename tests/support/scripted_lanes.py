@@ -83,6 +83,8 @@ class NoisyPolicy:
         values_b = to_host(observations_b).reshape(len(noise_b), -1).sum(axis=1, dtype=np.float32)
         return actions_b, np.arange(len(noise_b), dtype=np.float32), values_b
 
+    def take_tokens(self) -> None: ...
+
 
 class TorchLanes:
     """A vector simulator in torch: points that move by their actions. Lane 0 is cut after ``length`` steps."""

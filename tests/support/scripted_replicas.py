@@ -38,6 +38,7 @@ class ScriptedWorker:
         self.open: dict[str, GenerationRequest] = {}
         self.update_error: Exception | None = None
         self.update_s = 0.0
+        self.damage = ""
         self.version = 0
 
     @property
@@ -67,7 +68,7 @@ class ScriptedWorker:
             if not self.alive:
                 raise self.died.result()
             self.version = args[0].version
-            return AppliedWeights(version=self.version)
+            return AppliedWeights(version=self.version, damage=self.damage)
         elif method == "statistics":
             return EngineStatistics(generated_tokens=10, running=len(self.open))
         return None

@@ -19,7 +19,7 @@ LIMIT_S = 20.0
 
 
 class ThreadWriter:
-    """One of the ranks, as `publication.Writers`. ``calls`` has the names of its calls."""
+    """One of the ranks, as `writers.Writers`. ``calls`` has the names of its calls."""
 
     def __init__(self, ranks: WriterThreads, rank: int) -> None:
         self._ranks, self.rank, self.nodes = ranks, rank, ranks.nodes

@@ -25,18 +25,21 @@ class ReplicaCondition(msgspec.Struct, frozen=True, kw_only=True):
     silent: bool = False  # an answer to a health check is overdue
     allowed: bool = True  # its breaker lets requests through
     update: int = 0  # number of the last update of its weights, in the order they were announced
+    outdated: bool = False  # its version is too old to be sampled from beside the newest
     updating_s: float | None = None  # seconds it has been applying newer weights; None: it isn't
 
 
 def standing_of(replica: ReplicaCondition, newest_update: int, grace_s: float) -> Standing:
     """Return a replica's standing. ``newest_update``: the last update that any replica ever applied.
 
-    A replica without it is behind, unless its update is in progress and has taken no longer than ``grace_s``."""
+    A replica without it is behind, unless its update is in progress, has taken no longer than ``grace_s``, and its
+    version isn't outdated."""
     if not replica.live:
         return "down"
     if replica.draining:
         return "draining"
-    if replica.update < newest_update and (replica.updating_s is None or replica.updating_s > grace_s):
+    is_updating = replica.updating_s is not None and replica.updating_s <= grace_s
+    if replica.update < newest_update and (replica.outdated or not is_updating):
         return "behind"
     if replica.silent:
         return "silent"

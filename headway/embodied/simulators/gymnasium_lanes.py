@@ -63,8 +63,10 @@ class SeparateLanes:
             raise
         except Exception as error:  # the boundary to a simulator's code
             raise SimulatorFailed(f"the simulator raised {error_text(error)}", lane) from error
-        counted_b = np.ones(self.lanes, np.bool_)
-        return LaneSteps(observations_b, rewards_b, terminated_b, truncated_b, counted_b, final_observations, successes)
+        counted_b, succeeded_b = np.ones(self.lanes, np.bool_), np.zeros(self.lanes, np.bool_)
+        succeeded_b[[lane for lane, succeeded in self._succeeded.items() if succeeded]] = True
+        ends = terminated_b, truncated_b, counted_b, final_observations, successes
+        return LaneSteps(observations_b, rewards_b, *ends, succeeded_b)
 
     def render(self) -> Array:
         return picture_of(self._environments[0])
@@ -137,7 +139,8 @@ class VectorLanes:
         if "success" in infos:
             self._succeeded_b |= counted_b & to_host(infos["success"]).astype(np.bool_)
         self._succeeded_b &= ~ended_b
-        return LaneSteps(observations_b, rewards_b, terminated_b, truncated_b, counted_b, final_observations, successes)
+        ends = terminated_b, truncated_b, counted_b, final_observations, successes
+        return LaneSteps(observations_b, rewards_b, *ends, self._succeeded_b.copy())
 
     def render(self) -> Array:
         return picture_of(self._vector)

@@ -73,8 +73,9 @@ class HttpExchange:
         key_bytes = (token.strip() if auth_scheme.lower() == b"bearer" else b"") or self._headers.get(b"x-api-key", b"")
         return key_bytes.decode("utf-8", "surrogateescape")
 
-    async def body(self, most_bytes: int | None = None) -> bytes:
-        """Read the request's body; ``most_bytes``: a limit below the server's. Raises HttpError 413 (too large), 408
+    async def body(self, most_bytes: int | None = None, codings: tuple[str, ...] = ()) -> bytes:
+        """Read the request's body; ``most_bytes``: a limit below the server's; ``codings``: of compressed bodies that
+        the caller decodes. Raises HttpError 413 (too large), 408
         (too slow) or 415 (compressed), and ClientGone."""
         limit_bytes = min(self._settings.max_body_bytes, most_bytes or sys.maxsize)
         pieces: list[bytes] = []
@@ -95,7 +96,7 @@ class HttpExchange:
         except TimeoutError:
             reason = f"the request is incomplete after {self._settings.body_timeout_s:g} s"
             raise HttpError(408, reason, code="timeout", headers=((b"connection", b"close"),)) from None
-        if (coding := self.header("content-encoding").strip().lower()) not in ("", "identity"):
+        if (coding := self.header("content-encoding").strip().lower()) not in ("", "identity", *codings):
             raise HttpError(415, f"content-encoding = {coding!r}: compression isn't supported; send it uncompressed")
         if size_bytes > limit_bytes:
             reason = f"the request's body is larger than {limit_bytes} bytes"

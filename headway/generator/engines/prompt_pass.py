@@ -40,9 +40,10 @@ class PromptPass:
         self._ids, self._top = ids, top
         self._present_weights, self._logits = weights, logits
         self._chunk_tokens = max(1, min(chunk_tokens, _LOGITS // vocabulary))
+        self.targets_lt: np.ndarray | None = None  # ids to be scored in each token's place, -1: none
         self._weights: Hashable = None  # with which the computed tokens were computed
         self._computed = 0  # tokens
-        self._chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._chunks: list[tuple[np.ndarray, ...]] = []
         self._last_v: Tensor | None = None  # log-probabilities in the place of the next token
 
     @torch.inference_mode()
@@ -61,16 +62,27 @@ class PromptPass:
         self._chunks.append(self._chosen(before_nv, start, end))
         if end < len(self._ids):
             return None
-        logprobs_l, top_ids_lk, top_logprobs_lk = (np.concatenate(parts) for parts in zip(*self._chunks, strict=True))
-        return PromptLogprobs(version=version, logprobs=logprobs_l, top_ids=top_ids_lk, top_logprobs=top_logprobs_lk)
+        logprobs_l, ids_lk, top_lk, *targets_lt = (np.concatenate(parts) for parts in zip(*self._chunks, strict=True))
+        return PromptLogprobs(
+            version=version,
+            logprobs=logprobs_l,
+            top_ids=ids_lk,
+            top_logprobs=top_lk,
+            target_logprobs=targets_lt[0] if targets_lt else None,
+        )
 
-    def _chosen(self, logprobs_nv: Tensor, start: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _chosen(self, logprobs_nv: Tensor, start: int, end: int) -> tuple[np.ndarray, ...]:
         ids_n = torch.from_numpy(self._ids.array[start:end].astype(np.int64)).to(logprobs_nv.device)
         chosen_n = logprobs_nv.gather(1, ids_n[:, None])[:, 0]
         top_logprobs_nk, top_ids_nk = logprobs_nv.topk(self._top, dim=1)
         if start == 0:
             top_ids_nk[0] = -1
-        return chosen_n.cpu().numpy(), top_ids_nk.int().cpu().numpy(), top_logprobs_nk.cpu().numpy()
+        chosen = chosen_n.cpu().numpy(), top_ids_nk.int().cpu().numpy(), top_logprobs_nk.cpu().numpy()
+        if self.targets_lt is None:
+            return chosen
+        targets_nt = torch.from_numpy(self.targets_lt[start:end].astype(np.int64)).to(logprobs_nv.device)
+        scores_nt = logprobs_nv.gather(1, targets_nt.clamp(min=0)).masked_fill(targets_nt < 0, torch.nan)
+        return (*chosen, scores_nt.cpu().numpy())
 
 
 def require_prompt(ids: TokenIds, top: int, context_tokens: int, vocabulary: int) -> None:

@@ -65,8 +65,13 @@ class EngineRequest:
 
     @property
     def restricted(self) -> bool:
-        """Whether top-p, top-k or a grammar restrict what is sampled."""
-        return self.truncated or bool(self.sampling.grammar)
+        """Whether top-p, top-k or a grammar restrict what is sampled, or its log-probabilities aren't the sampler's."""
+        return self.truncated or bool(self.sampling.grammar) or self.untempered
+
+    @property
+    def untempered(self) -> bool:
+        """Whether its temperature isn't that of its log-probabilities."""
+        return self.sampling.untempered and self.sampling.temperature not in (0, 1)
 
     def take_kept(self, tokens: int, item_bytes: int) -> dict[str, TokenRows]:
         """Return the rows of kept sets that its caller lacks, of a sequence of ``tokens`` tokens; {} if none."""

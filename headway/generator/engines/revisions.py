@@ -36,6 +36,10 @@ class Revisions(Generic[R]):
         """Make ``revision`` the newest of its name."""
         self._newest[revision.name] = self._by_update[revision.update] = revision
 
+    def remove(self, name: str) -> None:
+        """Forget a name: its revisions are dropped when no request holds them any more."""
+        self._newest.pop(name, None)
+
     def newest(self, name: str) -> R | None:
         """Return the revision for a new request; None: the model alone. ``name`` as in `GenerationRequest.adapter`."""
         return self._newest.get(name or POLICY_ADAPTER)

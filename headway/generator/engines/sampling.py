@@ -59,6 +59,7 @@ class RowSampling(NamedTuple):
     uniform_n: Tensor  # [n] float64
     temperature_n: Tensor | None  # [n] float32, > 0; None: all 1
     kept: KeptRows | None = None
+    untempered: Tensor | None = None  # int64, the rows whose log-probabilities are over the plain softmax; None: none
 
 
 class Sampled(NamedTuple):
@@ -89,9 +90,17 @@ def sample_tokens(logits_nv: Tensor, how: RowSampling) -> Sampled:
     """Sample one token for each row.
 
     The log-probability is log-softmax(z/T) in float32 (DESIGN rule 5): over the full vocabulary, also where a grammar,
-    top-p or top-k restrict what is sampled, unless a row asks for it over the kept ids. A row's result does not
-    depend on the other rows' parameters.
+    top-p or top-k restrict what is sampled, unless a row asks for it over the kept ids, or at temperature 1. A row's
+    result does not depend on the other rows' parameters.
     """
+    sampled = _sample_rows(logits_nv, how)
+    if (rows := how.untempered) is not None:
+        logprobs_mv = torch.log_softmax(logits_nv[rows].float(), dim=-1)
+        sampled.tokens[1, rows] = logprobs_mv.gather(-1, sampled.tokens[0, rows].long()[:, None])[:, 0]
+    return sampled
+
+
+def _sample_rows(logits_nv: Tensor, how: RowSampling) -> Sampled:
     kernels, kept_rows, n = native.active(logits_nv), how.kept, len(logits_nv)
     if kept_rows is not None and len(kept_rows.rows) == n:
         tokens_2n = torch.empty(2, n, device=logits_nv.device)

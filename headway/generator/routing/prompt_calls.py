@@ -8,6 +8,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
+
 from headway.generator.routing.replica import Replica
 from headway.records.errors import WorkerDied
 from headway.records.generation import PromptLogprobs
@@ -29,13 +31,15 @@ class PromptCalls:
         self._counts = Counter[int]()  # prompts by replica
         self._waiting = deque[asyncio.Future[None]]()  # prompts without a replica, the oldest first
 
-    async def logprobs(self, ids: TokenIds, top: int = 0, adapter: str = "") -> PromptLogprobs:
+    async def logprobs(
+        self, ids: TokenIds, top: int = 0, adapter: str = "", targets: np.ndarray | None = None
+    ) -> PromptLogprobs:
         """Return the log-probabilities of ``ids`` by the newest weights, and the ``top`` likeliest tokens in each one's
-        place. ``adapter``: its name; "": the run's, or none. Raises ConfigurationError for a prompt that no engine
-        can compute, and WorkerDied when all replicas are lost."""
+        place; with ``targets`` [L, T], also of these ids there. ``adapter``: its name; "": the run's, or none. Raises
+        ConfigurationError for a prompt that no engine can compute, and WorkerDied when all replicas are lost."""
         while True:
             replica = await self._acquire()
-            scoring = asyncio.ensure_future(replica.prompt_logprobs(ids, top, adapter))
+            scoring = asyncio.ensure_future(replica.prompt_logprobs(ids, top, adapter, targets))
             scoring.add_done_callback(partial(self._release, replica.index))
             try:
                 return await asyncio.shield(scoring)  # the replica computes it even if the caller leaves

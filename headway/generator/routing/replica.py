@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headway.config.adapter import AdapterConfig
 from headway.config.router import RouterConfig
 from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 from headway.control.routing.replicas import ReplicaCondition, Standing, standing_of
 from headway.generator.routing.open_request import OpenRequest
 from headway.models.hf.pixels import FOLDER
@@ -30,6 +34,7 @@ _FACTORY = "headway.generator.service:GeneratorService"
 # A replica serves calls between two decode steps. One that takes ten minutes is stuck and is killed, though its
 # worker's health checks see nothing: another thread answers them.
 _CALL_TIMEOUT_S = 600.0
+_ANSWERED = 1 << 16
 
 
 class Replica:
@@ -58,6 +63,7 @@ class Replica:
         self.update = 0  # number of the update it applied last; 0: none, it has the model at the configured path
         self.calls: dict[str, OpenRequest] = {}  # by ticket
         self.outstanding_tokens = 0
+        self.answered = deque[str](maxlen=_ANSWERED)  # requests that have ended here since the last update
         self.outbox: dict[str, OpenRequest] = {}  # by ticket: to be submitted in one call
         self.aborts: list[str] = []
         self.flushing = False
@@ -83,6 +89,10 @@ class Replica:
     def capacity_tokens(self) -> int:
         """KV capacity in tokens."""
         return self.present.kv_capacity_tokens or self._capacity_tokens
+
+    async def change_adapter(self, name: str, folder: str) -> None:
+        """Register an adapter, or remove it if ``folder`` is "". Raises WorkerDied, and ConfigurationError."""
+        await (self._call_worker("add_adapter", name, folder) if folder else self._call_worker("remove_adapter", name))
 
     async def offload(self) -> list[MemoryMove]:
         """See `GeneratorService.offload`. Raises WorkerDied, and StorageFailed with the memory still on the device."""
@@ -114,21 +124,23 @@ class Replica:
         raise_but_deaths(outcomes)
         return [outcome for outcome in outcomes if isinstance(outcome, ProbeScores)]
 
-    async def prompt_logprobs(self, ids: TokenIds, top: int, adapter: str) -> PromptLogprobs:
+    async def prompt_logprobs(
+        self, ids: TokenIds, top: int, adapter: str, targets: np.ndarray | None = None
+    ) -> PromptLogprobs:
         """See `GeneratorService.prompt_logprobs`. Raises WorkerDied, and ConfigurationError for a prompt that
         can't be computed."""
         await self.onloaded.wait()
-        return await self._call_worker("prompt_logprobs", ids, top, adapter)
+        return await self._call_worker("prompt_logprobs", ids, top, adapter, targets)
 
     async def _score(self, probe: Probe) -> ProbeScores:
         await self.onloaded.wait()
         return await self._call_worker("score", probe)
 
-    def standing(self, now: float, newest_update: int, grace_s: float) -> Standing:
-        """The replica's standing for routing."""
-        return standing_of(self._condition(now), newest_update, grace_s)
+    def standing(self, now: float, newest_update: int, grace_s: float, oldest_version: int) -> Standing:
+        """The replica's standing for routing. ``oldest_version``: that takes requests where there are newer ones."""
+        return standing_of(self._condition(now, oldest_version), newest_update, grace_s)
 
-    def _condition(self, now: float) -> ReplicaCondition:
+    def _condition(self, now: float, oldest_version: int) -> ReplicaCondition:
         """The replica's state as the rules of ``control.routing.replicas`` take it."""
         return ReplicaCondition(
             live=self.live,
@@ -138,6 +150,7 @@ class Replica:
             silent=self.silent,
             allowed=self.breaker.allows(now),
             update=self.update,
+            outdated=self.version < oldest_version,
             updating_s=None if self.updating_since_s is None else now - self.updating_since_s,
         )
 
@@ -145,7 +158,7 @@ class Replica:
 def replica_spec(
     index: int,
     device: str,
-    experiment: Experiment,
+    experiment: PolicySections,
     log_directory: str | Path | None,
     adapters: Mapping[str, AdapterConfig] | None = None,
     role: str = "generator",

@@ -41,8 +41,11 @@ class Router:
     again, ``reassign`` when one is dead, ``clear`` when one is to be emptied.
     """
 
-    def __init__(self, replicas: list[Replica], settings: RouterConfig, clock: Clock, on_event: EventCallback) -> None:
-        """``replicas``: the pool's own list, which may grow."""
+    def __init__(
+        self, replicas: list[Replica], settings: RouterConfig, clock: Clock, on_event: EventCallback, lag: int = 0
+    ) -> None:
+        """``replicas``: the pool's own list, which may grow. ``lag``: versions by which one that takes requests may be
+        older than the newest applied one; it may always have the one before that."""
         self._replicas = replicas
         self._settings = settings
         self._clock = clock
@@ -52,7 +55,9 @@ class Router:
         self._prefixes = PrefixMemory(settings.prefix_block_tokens, settings.remembered_prefixes)
         self._last_prompt: tuple[object, str] = ((), "")  # the last prompt and adapter that were looked up
         self._last_keys: list[tuple[int, int]] = []
+        self._lag = lag
         self._newest_update = 0  # highest update applied by any replica so far
+        self._newest_version = self._oldest_version = 0  # of that update; and the oldest that still takes requests
         self._tickets = itertools.count()
         self._serials = itertools.count()
         self._counts: Counter[str] = Counter()
@@ -148,7 +153,9 @@ class Router:
         replicas = self._replicas if replicas is None else replicas
         for replica in replicas:
             if replica.live and replica.update > self._newest_update:
-                self._newest_update = replica.update
+                self._newest_update, previous_version = replica.update, self._newest_version
+                self._newest_version = replica.version
+                self._oldest_version = min(previous_version, replica.version - self._lag)
         newest_update, grace_s = self._newest_update, self._settings.update_grace_s
         return [  # inlined for healthy replicas: every request checks every replica
             "serving"
@@ -156,7 +163,7 @@ class Router:
             and replica.update >= newest_update
             and not (replica.draining or replica.silent or replica.idle or replica.yielded)
             and replica.breaker.closed
-            else replica.standing(now, newest_update, grace_s)
+            else replica.standing(now, newest_update, grace_s, self._oldest_version)
             for replica in replicas
         ]
 
@@ -239,8 +246,14 @@ class Router:
         now_s = self._clock.now()
         needed_tokens = call.outstanding_tokens
         saved_by_index = self._saved_tokens(call) if len(self._replicas) > 1 else {}
-        candidates = self._replicas if call.refused_by else self._candidates(now_s, saved_by_index, needed_tokens)
+        oldest_version = call.request.oldest_version
+        is_older = [r.update < self._newest_update and r.version < oldest_version for r in self._replicas]
+        takes_any = not call.refused_by and not any(is_older)
+        candidates = self._candidates(now_s, saved_by_index, needed_tokens) if takes_any else self._replicas
         standings = self.standings(now_s, candidates)
+        if any(is_older):
+            of_newer: list[Standing] = ["behind" if old else s for old, s in zip(is_older, standings, strict=True)]
+            standings = of_newer
         if call.refused_by:  # prefer other replicas; retry there if there is no other
             filtered: list[Standing] = [s if i not in call.refused_by else "down" for i, s in enumerate(standings)]
             standings = filtered if any(standing in _ACCEPTING for standing in filtered) else standings
@@ -438,6 +451,7 @@ class Router:
                 if was_probe:
                     self._settle_soon()
             if delta.finish_reason is not None:
+                replica.answered.append(call.request.request_id)
                 if delta.finish_reason != "error":
                     self._remember_session(call, replica)
                 self._release(call)

@@ -138,6 +138,8 @@ async def open_machines(
         publisher_node = parse_device(origin or experiment.trainer.devices[0]).node
         mirror_settings = {"run_id": run_id, "ports": list(cluster.ports), "key": key, "epoch": epoch}
         mirror_settings |= {"orphan_s": cluster.disconnect_timeout_s, "certificate": certificate}
+        if experiment.generator.engine != "vllm-server":
+            mirror_settings["store"] = experiment.weights.exchange or ""
         mirrors = Mirrors(nodes, clock, publisher_node, nodes.host_of, mirror_settings, on_event)
         try:
             launcher = FilesLauncher(nodes, _folders(experiment), on_event, deep=check is not None and check.deep)

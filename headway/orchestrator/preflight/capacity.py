@@ -13,9 +13,17 @@ from typing import Any, get_args
 from headway.config.auto import Gpu, Machine
 from headway.config.load import placed_experiment
 from headway.config.schema import Experiment, HostMemory
+from headway.control.rates.links import changed_share, delta_bytes, update_s
 from headway.control.tuning.diagnosis import DeviceSplit
 from headway.models.sizes import ModelSizes, sizes_of
-from headway.orchestrator.preflight.memory import OF_NODE, RankLayout, bytes_of, exchanged_bytes, memory_uses
+from headway.orchestrator.preflight.memory import (
+    OF_NODE,
+    RankLayout,
+    bytes_of,
+    exchanged_bytes,
+    memory_uses,
+    trained_weights,
+)
 from headway.records.check_report import Findings, MemoryPlace, MemoryUse
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import parse_device
@@ -24,6 +32,7 @@ from headway.runtime.nodes.gpus import read_machine
 from headway.weights.slots import SHARED_MEMORY
 
 GIB = 2**30
+_LINKS_BITS_PER_S = (1e8, 1e9, 1e10)
 FULL_SHARE = 0.9  # of the free bytes: beyond it, a warning
 NODE_GPU = Gpu(index=0, name="of a node", memory_bytes=24 * GIB, free_bytes=24 * GIB)  # the least that RL is done on
 
@@ -213,6 +222,27 @@ def layout_findings(experiment: Experiment, model: ModelSizes, machine: Machine)
         parts = [f"{gibibytes(nbytes)} of {name}" for name, nbytes in exchanged_bytes(experiment, model).items()]
         exchanged_text = f"for a micro-batch of the largest size a rank receives {', '.join(parts)}"
         findings.info("trainer.shards", f"{layout.ranks} ranks divide a copy of the model{reason}; {exchanged_text}")
+    return findings
+
+
+def link_findings(experiment: Experiment, model: ModelSizes) -> Findings:
+    """Say what a version takes on its way to nodes that generate: whole, and by what a step changes."""
+    findings, generator = Findings(), experiment.generator
+    if not any(parse_device(device).node for device in generator.devices):
+        return findings
+    version_bytes = float(trained_weights(experiment, model) * bytes_of(generator.dtype))
+    share = changed_share(experiment.trainer.learning_rate, generator.dtype)
+    share = share if experiment.weights.whole_every > 1 else 1.0
+    sent_bytes = delta_bytes(version_bytes, share)
+    times = [
+        f"{update_s(version_bytes, rate / 8, share):.2g} s over {rate / 1e9:g} Gbit/s"
+        + (f" ({update_s(version_bytes, rate / 8):.2g} s whole)" if sent_bytes < version_bytes else "")
+        for rate in _LINKS_BITS_PER_S
+    ]
+    what_text = f"{sent_bytes / version_bytes:.1%} of it, if {share:.1%} of its values change in a step"
+    sent_text = what_text if sent_bytes < version_bytes else "whole, since most values change"
+    text = f"a version has {gibibytes(version_bytes)} and goes to nodes {sent_text}: {', '.join(times)}"
+    findings.info("weights", f"{text}; η must be at least one more than the steps that it takes")
     return findings
 
 

@@ -17,7 +17,13 @@ from headway.models.adapter_targets import adapted_targets, stored_metadata
 from headway.models.configuration import DecoderConfig
 from headway.models.hf.configuration import HfConfig, adapter_size, read_config
 from headway.models.sizes import sizes_of
-from headway.orchestrator.preflight.capacity import layout_findings, memory_findings, memory_places, nearest_folder
+from headway.orchestrator.preflight.capacity import (
+    layout_findings,
+    link_findings,
+    memory_findings,
+    memory_places,
+    nearest_folder,
+)
 from headway.orchestrator.preflight.cluster import cluster_findings
 from headway.orchestrator.preflight.conversations import conversation_findings
 from headway.orchestrator.preflight.devices import device_findings, division_findings
@@ -440,6 +446,7 @@ def _space(inputs: _Inputs, findings: Findings) -> None:
         uses = memory_uses(inputs.experiment, sizes)
         findings += memory_findings(uses, memory_places(uses, machine=inputs.machine))
         findings += layout_findings(inputs.experiment, sizes, inputs.machine)
+        findings += link_findings(inputs.experiment, sizes)
     except ConfigurationError:
         pass  # a device or a reference model that isn't there: reported already
     folder = nearest_folder(Path(inputs.experiment.run.directory))

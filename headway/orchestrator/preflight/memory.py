@@ -61,6 +61,7 @@ from headway.records.check_report import MemoryUse
 from headway.records.errors import ConfigurationError
 from headway.runtime.devices import cpu_multiplies_bfloat16, native_kernels_enabled, parse_device, sharing, split_node
 from headway.tokens.grammar import MOST_CACHED_BYTES
+from headway.weights.deltas import MOST_OF_WHOLE
 from headway.weights.slots import SHARED_MEMORY
 
 # Resident memory of a process before it holds any model: Python, and torch where it is used. Measured on Linux with
@@ -124,7 +125,11 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
     checkpoint_bytes = kept_checkpoints * _saved_bytes(experiment, model, weight_count)
     if (critic := critic_network(experiment)) is not None:
         checkpoint_bytes += kept_checkpoints * _saved_bytes(*critic, trained_weights(*critic))
-    published_bytes = _PUBLISHED_VERSIONS * weight_count * bytes_of(experiment.generator.dtype)
+    version_bytes = weight_count * bytes_of(experiment.generator.dtype)
+    published = {"versions": _PUBLISHED_VERSIONS * version_bytes}
+    kept_delta_bytes = experiment.checkpoint.delta_bytes
+    if len(_published_to(experiment)) > 1 and experiment.weights.whole_every > 1:
+        published["deltas"] = int(MOST_OF_WHOLE * version_bytes)
     experts, set_bytes = expert_bytes(experiment), kept_set_bytes(experiment, model)
     open_sets, all_sets = _of_sets(set_bytes * open_rollouts), _of_sets(set_bytes * (trained_rollouts + open_rollouts))
     base, open_bytes = BASE_BYTES["orchestrator"], open_tokens * (_TOKEN_BYTES_IN_MEMORY + experts)
@@ -133,8 +138,8 @@ def memory_uses(experiment: Experiment, model: ModelSizes) -> list[MemoryUse]:
         ("orchestrator", "memory", {"base": base, "open rollouts": open_bytes} | open_sets | _of_grammars(experiment)),
         (f"{workers} verifier" + "s" * (workers > 1), "memory", {"base": workers * BASE_BYTES["verifier"]}),
         *([] if experiment.control.mode == "off" else [controller_use]),
-        *(("published weights", location, {"versions": published_bytes}) for location in _published_to(experiment)),
-        ("checkpoints", run, {"checkpoints": checkpoint_bytes, "best": 2 * 4 * weight_count}),
+        *(("published weights", location, published) for location in _published_to(experiment)),
+        ("checkpoints", run, {"checkpoints": checkpoint_bytes + kept_delta_bytes, "best": 2 * 4 * weight_count}),
         ("buffer", run, {"payloads": (trained_tokens + open_tokens) * (_TOKEN_BYTES_ON_DISK + experts)} | all_sets),
         *([] if experiment.ledger.rollouts == "none" else [("rollouts", run, {"record": _recorded_bytes(experiment)})]),
     ]

@@ -239,6 +239,7 @@ class TurnSampler:
                 partial=progress.response,
                 interruptible=not self._uninterrupted(progress),
                 session=call.session,
+                oldest_version=group.admitted_version,
                 rows_known=call.rows_known,
             )
             failure = await self._submit(request, progress, watch)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from headway.algorithms.samples import MicroBatchArrays, SampleArrays, sequence_of_token
 from headway.algorithms.values import Moments, least_probabilities, values_of_tokens, with_ends
 from headway.config.objective.critic import ADAPTER, GAE, TRUNK
-from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 from headway.models.packed_model import PackedModel
 from headway.models.shards.shard import Shard, shards_of
 from headway.trainer.critic.value_loss import clipped_value_loss
@@ -45,9 +45,10 @@ class Critic:
     is. It is never published.
     """
 
-    def __init__(self, experiment: Experiment, policy: Learner) -> None:
+    def __init__(self, experiment: PolicySections, policy: Learner) -> None:
         """Raises ConfigurationError for a folder that isn't a model."""
         self._settings, self._policy = experiment.critic, policy
+        self._joins_groups = experiment.joins_groups
         self._network = None if self._settings.path == TRUNK else _open_network(experiment, policy)
         width, device = self.model.config.width, policy.device
         self.head = torch.zeros(width + 2, device=device, requires_grad=True)  # w, u, b
@@ -60,7 +61,7 @@ class Critic:
         policy.attached = self
 
     @classmethod
-    def of(cls, experiment: Experiment, policy: Learner) -> Critic | None:
+    def of(cls, experiment: PolicySections, policy: Learner) -> Critic | None:
         """The critic of a run; None: it has none."""
         return cls(experiment, policy) if experiment.algorithm.advantage == GAE else None
 
@@ -122,6 +123,8 @@ class Critic:
         idx_m = np.flatnonzero(policy_n)
         values_m = scored_n[own_n][idx_m]
         sequence_m = sequence_of_token(arrays)[idx_m]
+        if self._joins_groups:
+            sequence_m = np.unique(arrays.groups_s[sequence_m], return_inverse=True)[1]
         rewards_m = rewards_n[idx_m].astype(np.float64)
         valued = values_of_tokens(rewards_m, values_m, sequence_m, cut_values_s, self._settings)
         rank_moments = Moments.of(valued.advantages_m), Moments.of(valued.returns_m)
@@ -222,7 +225,7 @@ class Critic:
         return 0.0 if self._network is None else 3 * self.flops(batch)
 
 
-def _open_network(experiment: Experiment, policy: Learner) -> Learner:
+def _open_network(experiment: PolicySections, policy: Learner) -> Learner:
     """A network of the critic's own: the model of its folder, or an adapter as the policy's on another copy of its
     model."""
     path, chosen = experiment.critic.path, experiment.model

@@ -17,7 +17,8 @@ from torch import Tensor
 from headway.algorithms.samples import IntArray, SampleArrays
 from headway.algorithms.streams import Streams, StreamWeights
 from headway.config.objective.rules import STREAMS, StreamRule
-from headway.config.schema import AlgorithmConfig, Experiment
+from headway.config.schema import AlgorithmConfig
+from headway.config.services.policy_sections import PolicySections
 from headway.runtime.hooks import Hook
 from headway.trainer.kl import kl_estimate
 from headway.trainer.losses import LOSSES, LossSettings, TokenTerms, entropy_terms, loss_settings, resolve, token_loss
@@ -88,7 +89,7 @@ class StreamSum(NamedTuple):
 class StreamLosses:
     """The losses of a run's rules, and their sum."""
 
-    def __init__(self, experiment: Experiment, device: torch.device) -> None:
+    def __init__(self, experiment: PolicySections, device: torch.device) -> None:
         """Raises ConfigurationError for a loss that can't be loaded."""
         self.streams = Streams.of(experiment)
         self.rules = [RuleLoss.of(algorithm) for algorithm in experiment.rules.algorithms]

@@ -29,7 +29,7 @@ from headway.algorithms.samples import (
 )
 from headway.algorithms.teacher_scores import read_scores
 from headway.config.external_models import SELF
-from headway.config.schema import Experiment
+from headway.config.services.policy_sections import PolicySections
 from headway.models.packed_model import PackedModel
 from headway.records.tokens import CONTEXT, KEPT, TokenRows
 from headway.trainer.kept_sets import MicroBatchSets
@@ -102,7 +102,7 @@ class Teachers:
     """The teachers of a run's rules. Those without devices and address compute here, frozen, divided among the ranks as
     the model in training is."""
 
-    def __init__(self, experiment: Experiment, learner: TeacherHost) -> None:
+    def __init__(self, experiment: PolicySections, learner: TeacherHost) -> None:
         """Raises ConfigurationError for a folder that isn't a model."""
         self._learner = learner
         rules = experiment.rules

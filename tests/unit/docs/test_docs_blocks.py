@@ -18,6 +18,7 @@ from headway.cli.experiment_options import given_overrides
 from headway.cli.main import app
 from headway.config.load import apply_overrides, validate
 from headway.config.schema import Experiment
+from headway.config.simulation import SimulatorExperiment
 from headway.planner.catalogue.read import Catalogue
 from headway.planner.scenario import Scenario
 from headway.records.errors import ConfigurationError
@@ -52,9 +53,10 @@ def test_every_comment_above_a_block_is_known() -> None:
 
 def require_valid(raw: dict[str, Any], origin: str, *, scenario: bool) -> None:
     """Validate keys of an experiment, or a scenario, with what every such file must have."""
-    ours = {"run": REQUIRED["run"]} if scenario else REQUIRED
+    schema = Scenario if scenario else SimulatorExperiment if "simulator" in raw else Experiment
+    ours = REQUIRED if schema is Experiment else {"run": REQUIRED["run"]}
     whole = {**ours, **{key: {**ours.get(key, {}), **value} for key, value in raw.items()}}
-    validate(whole, origin, Scenario if scenario else Experiment)
+    validate(whole, origin, schema)
 
 
 @pytest.mark.parametrize("block", named("toml"))

@@ -22,7 +22,7 @@ from headway.runtime.stalls.watchdog import Watchdog
 class Towards:
     """A policy that walks towards 0."""
 
-    def act_greedily(self, observations_b: Array) -> Array:
+    def act_in_evaluation(self, observations_b: Array, noise_b: Array) -> Array:
         return np.clip(-observations_b[:, :1], -5, 5)
 
 
@@ -75,7 +75,7 @@ def test_actions_are_clipped_and_only_first_episodes_count(tmp_path: Path, monke
 
 def test_episodes_that_never_end_are_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(evaluation, "MAX_STEPS", 3)
-    monkeypatch.setattr(Towards, "act_greedily", lambda policy, observations_b: np.zeros((len(observations_b), 1)))
+    monkeypatch.setattr(Towards, "act_in_evaluation", lambda policy, lanes_b, noise_b: np.zeros((len(lanes_b), 1)))
     endless = evaluated(tmp_path, 0, 1, simulator={"arguments": {"length": 10_000}})
     assert len(endless) < 10
 

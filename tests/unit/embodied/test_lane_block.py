@@ -185,6 +185,8 @@ def test_a_policy_of_torch_gets_the_simulators_tensors_themselves():
             self.seen.append((observations_b, points.data_ptr()))
             return points + torch.from_numpy(noise_b), points.sum(-1), points[:, 0]
 
+        def take_tokens(self) -> None: ...
+
     simulator = open_simulator(settings_of("scripted_lanes:TorchLanes"), 2, SEEDS)
     policy = TensorPolicy()
     block = block_of(simulator, policy)

@@ -48,7 +48,8 @@ def test_tensors_get_the_actions_of_numpy_as_tensors(spaces, hidden):
     assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)
     for tensor, array in zip(tensors, (actions, logprobs, values), strict=True):
         np.testing.assert_allclose(tensor.numpy(), array, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(policy.act_greedily(torch.from_numpy(lanes)).numpy(), tensors[0].numpy(), atol=6.0)
+    evaluated = policy.act_in_evaluation(torch.from_numpy(lanes), noise)
+    np.testing.assert_allclose(evaluated.numpy(), tensors[0].numpy(), atol=6.0)
 
 
 def test_perceptron_computes_tanh_layers_of_normalised_observations():
@@ -66,7 +67,7 @@ def test_perceptron_computes_tanh_layers_of_normalised_observations():
     actions, _, values = policy.act(lanes, noise)
     np.testing.assert_allclose(actions, means + np.exp(views["log_deviations"]) * noise, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(values, (critic @ views["critic"] + views["critic_bias"])[:, 0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(policy.act_greedily(lanes), means, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(policy.act_in_evaluation(lanes, noise), means, rtol=1e-4, atol=1e-5)
 
 
 def test_actions_are_equal_bit_by_bit_wherever_the_observations_lie_in_memory():
@@ -88,11 +89,11 @@ def test_unnormalised_observations_are_taken_as_they_are():
     assert all(np.array_equal(array, other) for array, other in zip(expected, policy.act(lanes, noise), strict=True))
 
 
-def test_likeliest_action_of_several_is_taken_greedily():
+def test_likeliest_action_of_several_is_taken_in_evaluations():
     policy, _ = opened(DISCRETE)
     lanes = observations(DISCRETE, (1,), CHANCE)
     drawn = [int(policy.act(lanes, np.array([noise], np.float32))[0][0]) for noise in np.linspace(0, 0.999, 200)]
-    assert np.bincount(drawn).argmax() == int(policy.act_greedily(lanes)[0])
+    assert np.bincount(drawn).argmax() == int(policy.act_in_evaluation(lanes, np.zeros(1, np.float32))[0])
 
 
 @pytest.mark.parametrize("side", [5, 10, 35, 36, 84])

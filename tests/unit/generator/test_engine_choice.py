@@ -94,7 +94,7 @@ def model(head_dim: int) -> DecoderConfig:
         (served(), {"run": {"deterministic": True}}, r"generator.engine = 'vllm-server' can't keep"),
         (served(), {"rollout": {"temperature": 2.5}}, r"rollout.temperature = 2.5: .* from 0.01 to 2"),
         (served(), {"trainer": {"devices": [SERVER]}}, r"trainer.devices has 'http://a:1': valid: cuda:N"),
-        ({}, {"weights": {"exchange": "/x"}}, r"exchange has no effect"),
+        ({}, {"weights": {"exchange": "/x"}}, r"weights.exchange: valid for generator.engine = 'torch': s3://BUCKET"),
         ({"update_mode": "finish"}, {}, r"update_mode = 'finish' .* set \[model.adapter\], or one of keep, recompute"),
         (
             vllm(),

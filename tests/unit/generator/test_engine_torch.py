@@ -333,9 +333,9 @@ def test_fetched_weights_are_the_models_own_until_the_next_are_whole(tmp_path):
             service.update_weights(publisher.publish(version, sets[version]), "keep")
             assert computes_with(version)
             tokens.append(sampled(f"r{version}"))
-        buffers = {engine._subscriber._buffer.data_ptr(), engine._subscriber._kept[0].data_ptr()}
+        buffers = {engine._subscriber._buffer.payload.data_ptr(), engine._subscriber._kept.payload.data_ptr()}
         inside = [one.data_ptr() for one in weights_of(engine._model).values()]
-        size = len(engine._subscriber._buffer)
+        size = len(engine._subscriber._buffer.payload)
         assert all(any(start <= address < start + size for start in buffers) for address in inside)
         corrupt = msgspec.structs.replace(publisher.publish(4, sets[0]), checksum="0" * 32)
         with pytest.raises(WeightsCorrupt):

@@ -232,7 +232,7 @@ def test_corrupt_weights_surface_and_a_death_during_an_update_does_not():
         launcher.started[0].update_error = WeightsCorrupt("checksum")
         with pytest.raises(WeightsCorrupt, match="checksum"):
             await pool.update_weights(published(1))
-        assert await pool.applied_version() == 0
+        assert await pool.applied_version() == 1, "of the one that takes requests"
         launcher.started[0].update_error = None
         launcher.started[0].update_s = 2.0
         update = asyncio.create_task(pool.update_weights(published(2)))
@@ -394,3 +394,31 @@ def test_a_death_says_who_why_and_how_many_requests_moved_and_the_restart_what_i
     died, back = (fields for name, fields in events if name in ("generator_died", "generator_restarted"))
     assert (died["worker"], back["worker"], back["lost_s"] >= 0) == ("generator-0", "generator-0", True)
     assert (died["cause"], died["found_by"], died["lost_samples"]) == ("killed by SIGKILL (9)", "exit", 2)
+
+
+def test_answers_since_the_last_good_look_are_void_when_weights_were_damaged():
+    async def main(clock: Clock):
+        pool, _ = make_pool(clock, launcher := ScriptedLauncher())
+        await pool.start()
+
+        async def answered(*names: str) -> None:
+            jobs = [asyncio.create_task(pool.generate(request(name))) for name in names]
+            await clock.sleep(1)
+            for worker in launcher.started:
+                worker.finish_all()
+            await asyncio.gather(*jobs)
+
+        await answered("a", "b")
+        await pool.update_weights(published(1))
+        await answered("c", "d")
+        launcher.started[0].damage = "w, block 0 of version 1"
+        await pool.update_weights(published(2))
+        launcher.started[0].damage = ""
+        assert pool.take_voided() in (["c"], ["d"]), "of the one replica, since its last update"
+        assert pool.take_voided() == []
+        await answered("e", "f")
+        await pool.update_weights(published(3))
+        assert pool.take_voided() == []
+        await pool.stop()
+
+    run_virtual(main)

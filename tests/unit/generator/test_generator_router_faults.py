@@ -249,7 +249,7 @@ def test_a_replica_behind_on_versions_is_drained_said_and_brought_up_or_restarte
         one.ask(*(request(f"s{i}", 30) for i in range(4)))
         await clock.sleep(0.5)
         assert one.open_requests() == [1, 5]  # it keeps its own
-        assert await one.pool.applied_version() == 0
+        assert await one.pool.applied_version() == 1, "what takes no requests doesn't hold up admission"
         one.workers[0].corrupt = not heals
         await clock.sleep(2.5)  # a health check; a restart
         said = "caught_up" if heals else "restarted"
@@ -373,6 +373,55 @@ def test_one_that_takes_too_long_over_an_update_is_behind_too():
         recover()
         assert [applied.version for applied in await update] == [1, 1]
         assert one.events[1:] == ["generator_caught_up generator-0"]
+        await one.end()
+
+    playing(scene)
+
+
+def test_a_slow_replica_holds_up_no_update_and_skips_to_the_newest_version():
+    """It serves while it lags by no more than half the budget, then leaves admission's minimum and takes nothing."""
+
+    async def scene(clock: Clock):
+        one = Setting(clock, queue={"budget": 4})
+        await one.pool.start()
+        await one.pool.update_weights(published(1))
+        applied, update = list[int](), one.workers[0]._update_weights
+        one.workers[0]._update_weights = lambda weights, mode: applied.append(weights.version) or update(weights, mode)
+        recover = one.workers[0].hang()
+        began_s = clock.now()
+        assert [r.version for r in await one.pool.update_weights(published(2), leave_slow=True)] == [2]
+        assert clock.now() - began_s < 2.0
+        assert await one.pool.applied_version() == 1, "it may have been sampled from"
+        one.ask(*(request(f"a{i}") for i in range(4)))
+        await clock.sleep(0.1)
+        assert len(one.pool._replicas[0].calls) == 2
+        for version in (3, 4):
+            await one.pool.update_weights(published(version), leave_slow=True)
+        assert await one.pool.applied_version() == 4
+        one.ask(*(request(f"b{i}") for i in range(4)))
+        await clock.sleep(0.1)
+        assert len(one.pool._replicas[0].calls) == 2
+        assert "generator_behind generator-0" in one.events
+        recover()
+        await clock.sleep(1.0)
+        assert one.pool._replicas[0].version == 4
+        assert applied == [2, 4], "3 is passed over"
+        await one.end()
+
+    playing(scene)
+
+
+def test_what_was_admitted_by_a_newer_version_is_never_sampled_by_one_that_lags():
+    async def scene(clock: Clock):
+        one = Setting(clock, queue={"budget": 4})
+        await one.pool.start()
+        await one.pool.update_weights(published(1))
+        recover = one.workers[0].hang()
+        await one.pool.update_weights(published(2), leave_slow=True)
+        one.ask(*(msgspec.structs.replace(request(f"n{i}"), oldest_version=2) for i in range(4)))
+        await clock.sleep(0.1)
+        assert [len(replica.calls) for replica in one.pool._replicas] == [0, 4]
+        recover()
         await one.end()
 
     playing(scene)

@@ -21,7 +21,7 @@ class OneAfterAnother:
         self._clock, self._free = clock, asyncio.Semaphore(1)
         self.prompts: list[int] = []
 
-    async def prompt_logprobs(self, ids: TokenIds, top: int, adapter: str) -> Any:
+    async def prompt_logprobs(self, ids: TokenIds, top: int, adapter: str, targets: Any) -> Any:
         async with self._free:
             self.prompts.append(ids[0])
             await self._clock.sleep(0.001)
@@ -43,7 +43,7 @@ def test_a_replica_has_two_prompts_although_callers_leave() -> None:
     passes: list[int] = []
     ends = asyncio.Event()
 
-    async def prompt_logprobs(ids: TokenIds, top: int, adapter: str) -> Any:
+    async def prompt_logprobs(ids: TokenIds, top: int, adapter: str, targets: Any) -> Any:
         passes.append(ids[0])
         await ends.wait()
         return ids

@@ -135,6 +135,9 @@ BUDGETS = {  # feature -> lines
     "Objectives as streams: teachers, demonstrations, answers of tools, a rule for each source": 2_400,
     "Critics, passes over a batch, entropy, averages of weights, Muon": 1_200,
     "Policies in simulators, mends of workflows, a pool of games": 2_300,
+    "Policies that act in tokens, groups of episodes, demonstrations of robots": 1_000,
+    "Weights as verified deltas: over any link, through stores, kept with checkpoints; slow replicas; flips": 1_500,
+    "A service of the tinker SDK's protocol: log of requests, tenants, trainer, shares, accounts": 4_100,
 }
 MOST_LINES = 78_910 + sum(BUDGETS.values())
 

@@ -11,6 +11,8 @@ WITH_TORCH = {"generator", "models", "trainer", "weights", "services", "cli"}  #
 SKIPPED = (
     "headway.telemetry.exporters.trackio",  # imports a package that the environment may lack
     "headway.embodied.learner",  # the trainer of simulators' policies, which its worker imports lazily
+    "headway.embodied.tokens.learner",  # ... and that of token policies
+    "headway.embodied.tokens.policy",
 )
 
 

@@ -92,9 +92,10 @@ def test_a_signal_wakes_those_that_have_something_to_do() -> None:
     ),
     st.sampled_from(("closed", "open", "half_open")),
     st.integers(0, 2),
+    st.integers(0, 1),
 )
 def test_a_replicas_standing_is_its_conditions_also_where_nothing_is_the_matter(
-    fields: dict[str, object], breaker: str, newest: int
+    fields: dict[str, object], breaker: str, newest: int, oldest_version: int
 ) -> None:
     slot = WorkerSlot(WorkerSpec(name="generator-0", factory="none"), cast("Any", None), VirtualClock())
     replica = Replica(0, slot, experiment_of(Path("none")), RouterConfig())
@@ -103,4 +104,5 @@ def test_a_replicas_standing_is_its_conditions_also_where_nothing_is_the_matter(
     now = 10.0
     if breaker != "closed":
         replica.breaker.trip(now if breaker == "open" else -1e6)
-    assert replica.standing(now, newest, 5.0) == standing_of(replica._condition(now), newest, 5.0)
+    expected = standing_of(replica._condition(now, oldest_version), newest, 5.0)
+    assert replica.standing(now, newest, 5.0, oldest_version) == expected

@@ -275,7 +275,7 @@ def test_every_field_of_a_step_and_of_its_sections_has_a_name() -> None:
     other = {"step", "version", "skipped", "time_s", "samples", "groups", "trajectory_staleness",
              "environment_staleness", "optimizer_step_staleness", "endings", "failures", "filtered", "group_meta",
              "demonstrations", "curriculum", "peak_flops_per_s", "metrics", "pruning", "flow", "router", "nodes",
-             "sandboxes", "kernels",
+             "sandboxes", "kernels", "replica_versions",
              "tokens.staleness", "tokens.ended", "rewards.solve_rate_histogram", "rewards.pass_at",
              "rewards.by_source", "lengths.histogram", "length_bias.cut_share", "weights.transport",
              "episodes.return_interval", "episodes.success_interval", "episodes.transitions", "episodes.rebuilt",

@@ -327,6 +327,23 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
         self._updates += 1
         self._runner.register(name, adapter, version, self._updates)
 
+    def add_adapter(self, name: str, adapter: Lora) -> None:
+        """Register an adapter, or a revision of any shape from which its running requests go on ("keep"), between two
+        steps; other requests don't notice. The engine owns it."""
+        with self.paused():
+            self._settle()
+            self._decoder = None  # its graphs know no adapters
+            self._updates += 1
+            self._runner.register(name, adapter, self.version, self._updates)
+            self._emit_ready()
+            self._cross_update(name, "keep")
+            self.adapters.unload(self._open.values())
+
+    def remove_adapter(self, name: str) -> None:
+        """Free an adapter that no open request names; no-op for an unknown one."""
+        self.adapters.remove(name)
+        self.adapters.unload(self._open.values())
+
     def _rows_of(self, entry: EngineRequest) -> dict[str, TokenRows]:
         return self._runner.take_rows(entry, self._table.position)
 

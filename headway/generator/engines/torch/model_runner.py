@@ -269,8 +269,7 @@ class ModelRunner:
     ) -> Tensor | None:
         """Return the residual stream after the last layer of decode rows, and of prefilled ones with ``every_row``."""
         prefills = sorted(prefills, key=lambda prefill: (prefill.start, prefill.tokens))
-        if self.adapters:
-            self.adapters.rows.assign(np.concatenate([update, *(np.full(p.tokens, p.update) for p in prefills)]))
+        self.adapters.rows.assign(np.concatenate([update, *(np.full(p.tokens, p.update) for p in prefills)]))
         with native.using(self._kernels):
             if not prefills and self._native_decode is not None:
                 position_n = torch.from_numpy(position)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Generic, Required, TypedDict, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from headway.generator.engines.engine import Engine
@@ -36,6 +37,15 @@ from headway.weights.device_memory import CudaMemory
 from headway.weights.shared_memory import Subscriber
 
 Adapters = TypeVar("Adapters", bound=Revisions[Any])
+
+
+_CHECKS_IN_TURN = 16  # updates in which all parameters that are copies are compared once
+
+
+def _same_bits(weight: Tensor, verified: Tensor) -> bool:
+    """Whether a weight is the verified one, cast to its dtype, bit for bit."""
+    cast = verified.to(weight.device, weight.dtype)
+    return torch.equal(weight.flatten().view(torch.uint8), cast.flatten().view(torch.uint8))
 
 
 class SlotOptions(TypedDict, total=False):
@@ -93,6 +103,9 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self._model_changes = 0  # of its weights so far
         self._subscriber = Subscriber(CudaMemory.of(next(model.parameters()).device))
         self._prefetched: tuple[PublishedWeights, dict[str, Tensor], float] | None = None  # with the seconds it took
+        self._live = ""  # checksum of the fetched version whose values the parameters have; "": unknown
+        self._damage = ""  # of the live weights, that a `prefetch` has found and no `apply` has reported
+        self._checks = 0  # of live weights so far
 
     @abstractmethod
     def _release_row(self, request: EngineRequest) -> None:
@@ -240,7 +253,11 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
     def prefetch(self, published: PublishedWeights) -> None:
         """See `Engine.prefetch`."""
         started_s = self._now()
+        self._damage = self._damage or self._damage_of_live(published)
         tensors = self._subscriber.fetch(published, *([] if published.adapter else [self._stage]))
+        self._damage = self._damage or self._damage_of_changing()
+        if self._damage:  # what is published must not build on it
+            self._live = ""
         self._prefetched = published, tensors, self._now() - started_s
 
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
@@ -255,8 +272,44 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
             report = self.update_adapter(published.adapter, tensors, published.version, mode)
         else:  # a GPU's weights stay where they are
             report = self.update_weights(tensors, published.version, mode, adopt=not published.handle)
+            self._live = published.checksum
+            self._void_damaged()
+            report, self._damage = msgspec.structs.replace(report, damage=self._damage), ""
         times = {"fetch_s": fetch_s, "check_s": self._subscriber.spent.hash_s, "pause_s": self._paused_s - old_paused_s}
         return msgspec.structs.replace(report, **times)
+
+    def _damage_of_live(self, following: PublishedWeights) -> str:
+        """The tensor of the live weights that isn't any more what was verified, "" if none is found: all bytes are
+        hashed, or if the parameters have another dtype or device, some of them are compared in turn; all of them where
+        the ``following`` version overwrites more than one delta's values, which `_damage_of_changing` compares."""
+        if self._live and (damage := self._subscriber.damage()):
+            return damage
+        fetched = self._subscriber.tensors_of(self._live)
+        parameters = [(name, weight) for name, weight in self._model.named_parameters() if name in fetched]
+        self._checks += 1
+        in_turn = _CHECKS_IN_TURN if self._subscriber.deltas_to(following) == 1 else 1
+        for name, weight in parameters[self._checks % in_turn :: in_turn]:
+            if not _same_bits(weight, fetched[name]):
+                return f"{name} of version {self._model_version}"
+        return ""
+
+    def _damage_of_changing(self) -> str:
+        """As `_damage_of_live`, of the values alone that the last fetch's delta overwrites if the parameters are
+        copies: later checks couldn't find those."""
+        parameters = dict(self._model.named_parameters())
+        for name, positions, _, bases in self._subscriber.changes_from(self._live, steps=1) or ():
+            weight = parameters[name]
+            if not _same_bits(weight.flatten()[positions.to(weight.device)], bases):
+                return f"{name} of version {self._model_version}"
+        return ""
+
+    def _void_damaged(self) -> None:
+        """End the running requests if they have sampled from damaged weights, so that they are repeated."""
+        for request in self._table.requests[: self._rows] if self._damage else ():
+            if request is not None:
+                self._end_running(request, "error", f"the engine's weights were damaged: {self._damage}")
+                voided = {"void": True, "data": b"", "version": -1, "token_rows": {}}
+                self._deltas[-1] = msgspec.structs.replace(self._deltas[-1], **voided)
 
     def update_weights(
         self, tensors: Mapping[str, Tensor], version: int, mode: UpdateMode, *, adopt: bool = False
@@ -275,9 +328,10 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         old_paused_s = self._paused_s
         with self.paused():
             self._settle()
+            live, self._live = self._live, ""  # until the caller knows
             if not adopt:
                 copy_weights(self._model, tensors)
-            elif adopt_weights(self._model, tensors):
+            elif adopt_weights(self._model, tensors, self._subscriber.changes_from(live)):
                 self._subscriber.keep()
             self._weights_changed(staged=adopt)
             self._model_changes += 1

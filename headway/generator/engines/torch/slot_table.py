@@ -67,6 +67,7 @@ class SlotTable:
         self.seed = np.zeros(slots, np.uint64)
         self.temperature = np.ones(slots, np.float32)  # 1 where greedy
         self.top_p = np.ones(slots, np.float64)
+        self.untempered = np.zeros(slots, np.bool_)  # tempered, and log-probabilities as at temperature 1
         self.stop_ids = np.full((slots, 1), -1, np.int64)  # widened when a request brings more
 
     def occupy(self, slot: int, request: EngineRequest, context_tokens: int) -> None:
@@ -90,6 +91,7 @@ class SlotTable:
         self.top_p[slot] = sampling.top_p if request.truncated else 1.0
         self.top_k[slot] = (request.truncated and sampling.top_k) or UNLIMITED
         self.kept[slot] = sampling.kept_sets
+        self.untempered[slot] = request.untempered
         if request.matcher is not None or request.stop_strings is not None:
             self._watched.add(request)
         stop_count = len(sampling.stop_token_ids)
@@ -105,7 +107,15 @@ class SlotTable:
         request = self.requests[source]
         assert request is not None
         assert self.requests[target] is None
-        for column in (*self._counts, *self._flags, self.seed, self.temperature, self.top_p, self.stop_ids):
+        for column in (
+            *self._counts,
+            *self._flags,
+            self.seed,
+            self.temperature,
+            self.top_p,
+            self.stop_ids,
+            self.untempered,
+        ):
             column[target] = column[source]
         token_count = int(self.position[source]) + 1
         self.tokens[target, :token_count] = self.tokens[source, :token_count]
@@ -127,6 +137,7 @@ class SlotTable:
         self.limit[slot] = UNLIMITED
         self._flags[:, slot] = False
         self.temperature[slot] = 1.0
+        self.untempered[slot] = False
         self.stop_ids[slot] = -1
 
     def next_position(self, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -162,8 +173,10 @@ class SlotTable:
         temperature = self.temperature[:rows]
         temperature_n = None if (temperature == 1).all() else torch.from_numpy(temperature).to(device)
         restricted_rows = np.flatnonzero(self._flags[:, :rows].any(0))
+        untempered_rows = np.flatnonzero(self.untempered[:rows])
+        untempered = torch.from_numpy(untempered_rows).to(device) if len(untempered_rows) else None
         if not len(restricted_rows):
-            return RowSampling(uniform_n, temperature_n), {}
+            return RowSampling(uniform_n, temperature_n, None, untempered), {}
         grammar_masks, grammar_errors = self._masks(restricted_rows)
         kept_rows = KeptRows(
             rows=torch.from_numpy(restricted_rows).to(device),
@@ -173,7 +186,7 @@ class SlotTable:
             max_kept=torch.from_numpy(self.kept[restricted_rows]).to(device),
             masks=None if grammar_masks is None else torch.from_numpy(grammar_masks.view(np.int32)).to(device),
         )
-        return RowSampling(uniform_n, temperature_n, kept_rows), grammar_errors
+        return RowSampling(uniform_n, temperature_n, kept_rows, untempered), grammar_errors
 
     def _masks(self, which: np.ndarray) -> tuple[np.ndarray | None, dict[EngineRequest, GrammarRefused]]:
         if not (matched_rows := np.flatnonzero(self.matched[which])).size:

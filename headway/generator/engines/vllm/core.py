@@ -257,7 +257,8 @@ class VllmCore:
 
         Raises WeightsCorrupt, with nothing changed on any rank.
         """
-        published_fields, started_s = msgspec.structs.asdict(published), time.monotonic()
+        whole_version, started_s = msgspec.structs.replace(published, deltas=()), time.monotonic()
+        published_fields = msgspec.structs.asdict(whole_version)
         reasons = self._engine.collective_rpc("headway_attach", kwargs={"published": published_fields})
         if reason := next(filter(None, reasons), ""):
             raise WeightsCorrupt(reason)
