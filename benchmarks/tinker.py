@@ -3,9 +3,9 @@
     python benchmarks/tinker.py --client /path/of/an/environment/with/tinker/bin/python
     python benchmarks/tinker.py --parts adapters cobatch        # without the SDK
 
-A model of 0.2 M weights, trainer on core 1, engine on core 0, clients beside them; rounds are interleaved. Parts:
-
 A model of 0.2 M weights, trainer on core 1, engine on core 0, clients beside them, rounds interleaved. Parts:
+
+- `loops`: `over_plain_loop`: steps/s of an RL loop (16 samples of 32 tokens) by the SDK, over those of the same
   data through adapter, optimiser and engine in one process (`sl_over_plain_loop`: of 8 x 60 supervised tokens).
   `two_tenants_over_one`: steps/s of two clients at once over one's, the worse of both loops. `service_cpu_ms`: CPU of
   the service's own process for a step of the RL loop.

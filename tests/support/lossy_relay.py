@@ -57,7 +57,10 @@ def lossy_relay(port: int, seed: int, doubled: float = 0.1, lost: float = 0.1) -
 
         def log_message(self, *_: Any) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Relay) as server:
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None: ...  # a client that was killed
+
+    with Server(("127.0.0.1", 0), Relay) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"

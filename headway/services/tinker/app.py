@@ -257,6 +257,7 @@ class TinkerApp(HttpApp):
         """Answer with a request's reply, or after a while with the reason why it has none."""
         request_id = _text(decoded(await exchange.body()), "request_id")
         scope, sequence = self._owned_request(tenant, request_id)
+        self._dispatch.note_poll(scope.partition(":")[0])
         request = await exchange.while_connected(self._dispatch.reply(scope, sequence, _POLL_S))
         if request is None and not self._log.was_released(scope, sequence):
             raise HttpError(404, f"there is no request {request_id!r}", code="not_found")

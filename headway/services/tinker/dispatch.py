@@ -170,9 +170,10 @@ class TinkerDispatch:
         if self._group is None:
             return  # `run` begins with all that the log has open
         if request.kind == "asample":
-            key = (request.scope, request.sequence)
+            if (key := (request.scope, request.sequence)) in self._samples:
+                return
             self._samples[key] = task = self._group.create_task(self._sample(request))
-            task.add_done_callback(lambda _: self._samples.pop(key, None))
+            task.add_done_callback(lambda done: self._samples.get(key) is done and self._samples.pop(key))
             return
         live = self._live(request.scope)
         live.order.add(request.sequence, self._clock.now())
@@ -338,8 +339,18 @@ class TinkerDispatch:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     def keep_alive(self, session: str) -> None:
-        """Note a sign of life of a session."""
+        """Note a sign of life of a session; what a dead one had asked for is sampled now."""
+        returned = session not in self._alive
         self._alive[session] = self._clock.now()
+        if returned:
+            opened = "replied_s IS NULL AND kind = 'asample' AND substr(scope, 1, length(?1)) = ?1"
+            for request in self._log.all("requests", opened, (f"{session}:",)):
+                self._enqueue(request)
+
+    def note_poll(self, session: str) -> None:
+        """Note that a client asks for a reply: it is back, if its session was dead."""
+        if session not in self._alive and self._log.get("sessions", session).finished is None:
+            self.keep_alive(session)
 
     def _open_models(self, tenant: str) -> int:
         """Count a tenant's models in living sessions."""
@@ -347,9 +358,16 @@ class TinkerDispatch:
         return sum(model.session in self._alive for model in models)
 
     async def end_session(self, session: str) -> None:
-        """End what waits behind a gap, and free the memory of the session's models and samplers, whose next requests
-        load them again."""
+        """End what waits behind a gap; free the slots of samples, which wait for the session's return, and the memory of
+        its models and samplers, whose next requests load them again."""
         self._alive.pop(session, None)
+        logged: LoggedSession | None = self._log.get("sessions", session)
+        for key in [key for key in self._samples if key[0].startswith(f"{session}:")]:
+            self._samples.pop(key).cancel()
+            request = self._log.request(*key)
+            if logged is not None and logged.finished is not None and request is not None:
+                reason = "the session was finished while this request was sampled"
+                await self._conclude(request, RequestAnswer.failure(reason, "user"), logged.tenant)
         for model_id, live in [entry for entry in self._models.items() if entry[1].session == session]:
             gap = live.order.gap(self._clock.now())
             for sequence in live.order.behind_gap():

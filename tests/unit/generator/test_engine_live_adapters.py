@@ -98,3 +98,18 @@ def test_log_probabilities_of_given_ids_in_each_ones_place() -> None:
     expected_lt[targets_lt[1:] < 0] = np.nan
     assert np.isnan(logprobs.target_logprobs[0]).all()
     np.testing.assert_allclose(logprobs.target_logprobs[1:], expected_lt, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}])
+def test_the_bits_of_a_tenant_are_those_that_it_has_alone(options: dict[str, Any]) -> None:
+    def sampled(numbers: range) -> dict[str, tuple[list[int], list[float]]]:
+        session = Session(engine_of(**options))
+        for number in numbers:
+            session.engine.add_adapter(f"a{number}", copy.deepcopy(adapter_of(number, rank=1 << number % 7)))
+            session.submit(request(f"r{number}", PROMPT, max_tokens=24, adapter=f"a{number}"))
+        results = session.run()
+        return {name: (list(result.response.ids), list(result.response.logprobs)) for name, result in results.items()}
+
+    together = sampled(range(8))
+    for number in range(8):
+        assert together[f"r{number}"] == sampled(range(number, number + 1))[f"r{number}"]

@@ -94,9 +94,16 @@ async def session_of(service: Service, key: str = "tml-a") -> str:
     return body["session_id"]
 
 
-def opened(store: Path, disk: Disk, clock: Clock, trainer: HistoryTrainer | None = None, **options: Any) -> Service:
+def opened(
+    store: Path,
+    disk: Disk,
+    clock: Clock,
+    trainer: HistoryTrainer | None = None,
+    sample_s: float = 1.0,
+    **options: Any,
+) -> Service:
     trainer = trainer or HistoryTrainer(disk, clock)
-    return Service(store, trainer, CountingSampler(disk, clock), clock, clock.now, **options)
+    return Service(store, trainer, CountingSampler(disk, clock, sample_s), clock, clock.now, **options)
 
 
 STEPS = st.lists(
@@ -377,6 +384,34 @@ def test_a_session_that_is_dead_frees_its_memory_and_samples_again_when_it_retur
         assert np.frombuffer(answer.prompt_logprobs, "f4").tolist()[1:] == [-1.0]
 
     play(scenario)
+
+
+def test_samples_of_a_dead_session_leave_the_engine_and_are_sampled_when_it_returns() -> None:
+    async def main(clock: Clock) -> None:
+        disk, store = Disk(), scratch_folder("tinker")
+        service = opened(store, disk, clock, sample_s=400.0)
+        sessions = [await session_of(service) for _ in range(2)]
+        for session in sessions:
+            sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+            await service.post("create_sampling_session", sampler)
+            sample = {"sampling_session_id": f"{session}:sample:0", "prompt": {"chunks": [{"tokens": [5]}]},
+                      "sampling_params": {}}  # fmt: skip
+            assert (await service.post("asample", {**sample, "seq_id": 0}))[0] == 200
+        await call(service.app, "POST", f"sessions/{sessions[1]}/finish", {"reason": {"type": "success"}})
+        _, body = await service.post("retrieve_future", {"request_id": f"{sessions[1]}:sample:0:0"})
+        assert body["error"] == "the session was finished while this request was sampled"
+        await clock.sleep(305)
+        assert not service.dispatch._samples
+        future = {"request_id": f"{sessions[0]}:sample:0:0"}
+        assert (await service.post("retrieve_future", future))[1]["type"] == "try_again"
+        assert list(service.dispatch._samples) == [(f"{sessions[0]}:sample:0", 0)]
+        for _ in range(10):
+            await service.post("session_heartbeat", {"session_id": sessions[0]})
+            await clock.sleep(100)
+        assert isinstance((await service.post("retrieve_future", future))[1], bytes)
+        await service.kill()
+
+    run_virtual(main, 5000.0)
 
 
 def test_samples_go_on_after_a_kill_and_a_cancelled_one_fails() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,19 +18,29 @@ from safetensors.torch import load_file
 from tenant_passes import SMALL, adam, equal, gradients, perturb, random_pass, service, tensors
 from tiny_trainer import make_model
 
+from headway.generator.engines.torch.engine import TorchEngine
 from headway.models.adapter_files import load_adapter
 from headway.models.cpu import native
 from headway.models.loading import load_model
 from headway.models.lora import use
 from headway.records.errors import ConfigurationError, StorageFailed, WorkerDied
-from headway.records.tenants.protocols import AdapterNotLoaded, AppliedState, TenantAdapter, TenantRefused
+from headway.records.tenants.protocols import (
+    AdapterNotLoaded,
+    AppliedState,
+    TenantAdapter,
+    TenantRefused,
+    TrainingDatum,
+    TrainingPass,
+)
 from headway.runtime.clock import RealClock
 from headway.runtime.workers import LocalLauncher, ProcessWorker, WorkerSpec
 from headway.trainer.checkpoints import verify
 from headway.trainer.streams.token_logprobs import token_logprobs
 from headway.trainer.tenants.service import TenantTrainerService
+from tests.conformance.engine import Session, request
 
 MODEL = "s:train:0"
+PROMPT = (5, 6, 7, 8)
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +232,29 @@ def test_a_snapshot_is_a_peft_folder_whose_logprobs_are_trainings(trainer: Tenan
             np.testing.assert_allclose(sampled, logprobs, atol=1e-5)
     trainer.load("s:train:1", 1, path, SMALL, optimiser=False)
     assert equal(*(trainer.adapter(id).lora.weights() for id in (MODEL, "s:train:1")))
+
+
+def test_what_an_engine_samples_from_a_fresh_snapshot_has_trainings_logprobs(
+    trainer: TenantTrainerService, folder: str
+) -> None:
+    train(trainer)
+    path = f"{MODEL}/sampler_weights/-000007"
+    trainer.save(MODEL, path, "sampler_weights")
+    model = load_model(folder, "float32", "cpu")
+    engine = TorchEngine(model, slots=4, max_context_tokens=64)
+    engine.add_adapter("a", load_adapter(trainer._folder(path), folder, model.config))
+    session = Session(engine)
+    for number in range(4):
+        asked = request(str(number), PROMPT, max_tokens=20, adapter="a", temperature=1.3)
+        sampling = msgspec.structs.replace(asked.sampling, untempered=True, top_p=0.9)
+        session.submit(msgspec.structs.replace(asked, sampling=sampling))
+    for result in session.run().values():
+        ids = np.array([*PROMPT, *result.response.ids])
+        datum = TrainingDatum(
+            token_ids_n=ids[:-1].astype("i4"), inputs={"target_tokens": ids[1:], "weights": np.ones(len(ids) - 1, "f4")}
+        )
+        (logprobs,) = trainer.forward_backward(MODEL, TrainingPass(data=(datum,), loss="cross_entropy")).logprobs
+        np.testing.assert_allclose(logprobs[len(PROMPT) - 1 :], list(result.response.logprobs), atol=1e-5)
 
 
 def test_what_doesnt_fit_is_refused_and_the_model_stays_as_it_was(
