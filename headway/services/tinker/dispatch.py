@@ -358,8 +358,8 @@ class TinkerDispatch:
         return sum(model.session in self._alive for model in models)
 
     async def end_session(self, session: str) -> None:
-        """End what waits behind a gap; free the slots of samples, which wait for the session's return, and the memory of
-        its models and samplers, whose next requests load them again."""
+        """End what waits behind a gap; free the slots of samples, which wait for the session's return, and memory of
+        models and samplers, whose next requests load them again."""
         self._alive.pop(session, None)
         logged: LoggedSession | None = self._log.get("sessions", session)
         for key in [key for key in self._samples if key[0].startswith(f"{session}:")]:
