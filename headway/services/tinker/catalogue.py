@@ -165,7 +165,11 @@ class TinkerCatalogue:
             raise TenantRefused(f"checkpoint = {checkpoint_id!r}: valid: external_weights/NAME")
         expires_s = self._wall() + _URL_S
         urls: dict[str, str] = {}
-        for file in sorted((self._store / "checkpoints" / path).iterdir()):
+        try:
+            files = sorted((self._store / "checkpoints" / path).iterdir())
+        except OSError as error:
+            raise HttpError(404, f"the files of {path!r} can't be read: {error.strerror}", code="not_found") from None
+        for file in files:
             query = {"expires": f"{expires_s:.0f}", "signature": self._signature(f"{path}/{file.name}", expires_s)}
             urls[file.name] = f"{address}/api/v1/files/{quote(path)}/{quote(file.name)}?{urlencode(query)}"
         return {"urls": urls, "expires": _time(expires_s)}
