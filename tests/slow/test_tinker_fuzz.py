@@ -123,7 +123,7 @@ class Requests:
             return "POST", route, self._damaged(body), headers, key
         fields = self._right(route, ids) if choice.random() < 0.8 else {}
         for name in choice.sample([*fields, *NAMES], choice.choice([0, 0, 1, 1, 2, 8])):
-            fields |= {name: value for _, value in self._fields(ids, [name]).items()}
+            fields[name] = self._fields(ids, [name])[name]
         return "POST", route, self._damaged(msgspec.json.encode(fields)), headers, key
 
     def _right(self, route: str, ids: dict[str, str]) -> dict[str, Any]:
@@ -156,7 +156,8 @@ class Requests:
     def _resource(self, ids: dict[str, str]) -> str:
         choice = self._random
         model = choice.choice([ids["model"], "x", "..", "%2e%2e"])
-        checkpoint = f"training_runs/{model}/checkpoints/{choice.choice(['weights', 'external_weights', '..'])}/of-tml-a"
+        kind = choice.choice(["weights", "external_weights", ".."])
+        checkpoint = f"training_runs/{model}/checkpoints/{kind}/of-tml-a"
         return choice.choice([
             "sessions", f"sessions/{ids['session']}", f"samplers/{ids['sampler']}", "checkpoints", "training_runs",
             "get_server_capabilities", "healthz", f"training_runs/{model}", f"training_runs/{model}/checkpoints",
