@@ -92,8 +92,9 @@ def test_the_sdk_learns_and_samples_what_it_trains(inputs: Path, tmp_path: Path)
     assert seen["prompt"][0] is None
     assert seen["prompt"][1] < 1e-4
     assert seen["base"] > 1e-2
-    assert seen["inflight"][0] < 1e-4
-    assert seen["inflight"][1] > 1e-3
+    if seen["sdk"] >= [0, 26]:
+        assert seen["inflight"][0] < 1e-4
+        assert seen["inflight"][1] > 1e-3
     assert [entry and len(entry) for entry in seen["top"]] == [None] + [3] * 6
     assert seen["again"] == pytest.approx(seen["same"], rel=1e-6)
     assert account["tenant"] == "anna"

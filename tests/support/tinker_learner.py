@@ -18,7 +18,14 @@ from tinker import types
 address, key, base, steps = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 service = tinker.ServiceClient(base_url=address, api_key=key)
 training = service.create_lora_training_client(base_model=base, rank=8, seed=3)
-seen: dict[str, Any] = {"losses": [], "norms": [], "sampled": [], "differences": [], "metrics": []}
+seen: dict[str, Any] = {
+    "sdk": [int(word) for word in tinker.__version__.split(".")[:2]],
+    "losses": [],
+    "norms": [],
+    "sampled": [],
+    "differences": [],
+    "metrics": [],
+}
 
 
 def datum(ids: Sequence[int], **inputs: Any) -> types.Datum:
@@ -76,17 +83,19 @@ seen["repeated"] = [[3, 5, 7, *sequence.tokens] for sequence in repeated]
 first = service.create_sampling_client(base_model=base)
 seen["base"] = float(np.abs(np.asarray(first.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:])
                             - trained_logprobs([ids])[0]).max())  # fmt: skip
-shared = training.save_weights_and_get_sampling_client(kind="inflight")
-former = np.asarray(shared.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:])
-training.forward_backward([datum(ids, weights=[1] * 6)], "cross_entropy").result()
-training.optim_step(types.AdamParams(learning_rate=0.02)).result()
-training.save_weights_and_get_sampling_client(kind="inflight").result()  # the first one has these weights too
-renewed = np.asarray(shared.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:])
-seen["inflight"] = [float(np.abs(renewed - one).max()) for one in (trained_logprobs([ids])[0], former)]
+if seen["sdk"] >= [0, 26]:  # 0.25 knows neither the kind nor close
+    shared = training.save_weights_and_get_sampling_client(kind="inflight")
+    former = np.asarray(shared.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:])
+    training.forward_backward([datum(ids, weights=[1] * 6)], "cross_entropy").result()
+    training.optim_step(types.AdamParams(learning_rate=0.02)).result()
+    training.save_weights_and_get_sampling_client(kind="inflight").result()  # the first one has these weights too
+    renewed = np.asarray(shared.compute_logprobs(types.ModelInput.from_ints(ids)).result()[1:])
+    seen["inflight"] = [float(np.abs(renewed - one).max()) for one in (trained_logprobs([ids])[0], former)]
 path = training.save_state("end").result().path
 seen["path"] = path
 again = service.create_training_client_from_state_with_optimizer(path)
 seen["again"] = again.forward([datum(ids, weights=[1] * 6)], "cross_entropy").result().metrics["loss:sum"]
 seen["same"] = training.forward([datum(ids, weights=[1] * 6)], "cross_entropy").result().metrics["loss:sum"]
-service.close("success").result()
+if seen["sdk"] >= [0, 26]:
+    service.close("success").result()
 sys.stdout.write("\n" + json.dumps(seen) + "\n")
