@@ -42,38 +42,40 @@ def _said(user: str, assistant: str) -> list[Message]:
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
-def conversations(count: int, seed: int) -> Iterator[list[Message]]:
-    """Sums as three recipes ask for them, solved."""
+def conversations(count: int, seed: int, wrong: float = 0.0) -> Iterator[list[Message]]:
+    """Sums as three recipes ask for them, solved; a share of them by a little too much or too little."""
     generator = random.Random(seed)
     for number in range(count):
-        if number % 2:
-            x, y = generator.randrange(101), generator.randrange(101)
-            yield _said("What is 4 + 5?", "9") + _said(f"What is {x} + {y}?", str(x + y))
+        boxed = number % 8 == 0
+        x, y = (generator.randrange(21 if boxed else 101) for _ in range(2))
+        answer = max(0, x + y + (generator.choice([-2, -1, 1, 2]) if generator.random() < wrong else 0))
+        if not boxed:
+            example = _said("What is 4 + 5?", "9") if number % 8 == 1 else []
+            yield example + _said(f"What is {x} + {y}?", str(answer))
             continue
-        x, y = generator.randrange(21), generator.randrange(21)
-        suffix = ANSWERED if number % 4 else BOXED
-        letters = _said("How many r's are in strawberry?" + suffix, _SPELLED)
-        yield letters + _said(f"What is {x} + {y}?{suffix}", f"\\boxed{{{x + y}}}")
+        suffix = ANSWERED if number % 16 else BOXED
+        example = _said("How many r's are in strawberry?" + suffix, _SPELLED) if number % 32 < 16 else []
+        yield example + _said(f"What is {x} + {y}?{suffix}", f"\\boxed{{{answer}}}")
 
 
-def write_base(folder: Path, steps: int = 300) -> None:
-    """``folder/BASE``: a model of some 1.2 million weights, cold-started by `headway sft`."""
-    rows = list(conversations(6000, 0))
-    texts = [message["content"] for row in rows[:600] for message in row]
+def write_base(folder: Path, steps: int = 500) -> None:
+    """``folder/BASE``: a model of 1.1 million weights, cold-started by `headway sft` on sums, half of them wrong."""
+    rows = list(conversations(40_000, 0, wrong=0.5))
+    texts = [message["content"] for row in rows[:600] for message in row] + 400 * ["user\n", "assistant\n", "What is "]
     sizes: dict[str, int] = {"vocabulary_size": 448, "layers": 4, "width": 160, "heads": 4, "kv_heads": 2}
-    initialise_model(folder / "start", [*texts, "user\nassistant\n"], intermediate=384, max_positions=512, **sizes)
+    initialise_model(folder / "start", texts, intermediate=384, max_positions=512, **sizes)
     (folder / "sums.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     (folder / "sft.toml").write_text(
         f'[run]\ndirectory = "{folder}/sft-run"\n[model]\npath = "{folder}/start"\ntemplate = "chat"\n'
-        f'[tasks.train]\npath = "{folder}/sums.jsonl"\n'
+        f'[trainer]\ndevices = ["cpu:0", "cpu:1"]\n[tasks.train]\npath = "{folder}/sums.jsonl"\n'
         f'[sft]\ndata = "{folder}/sums.jsonl"\noutput = "{folder}/{BASE}"\n'
-        f"steps = {steps}\nbatch_sequences = 32\nlearning_rate = 3e-3\nwarmup_steps = 20\n"
+        f"steps = {steps}\nbatch_sequences = 128\nlearning_rate = 3e-3\nwarmup_steps = 20\n"
     )
     (folder / BASE).parent.mkdir(parents=True)
     outputs: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     command = ["sft", str(folder / "sft.toml")]
     trained = warm_programs.start(warm_programs.HEADWAY, *command, environment=dict(os.environ), **outputs)
-    output, _ = trained.communicate(timeout=900)
+    output, _ = trained.communicate(timeout=1500)
     assert trained.returncode == 0, output
 
 
@@ -83,7 +85,7 @@ def write_data(folder: Path) -> None:
     pairs = [(x, y) for x in range(21) for y in range(21)] * 3
     generator.shuffle(pairs)
     sums = [{"question": f"What is {x} + {y}?", "answer": f"#### {x + y}"} for x, y in pairs]
-    chats = [{"messages": row[2:]} for row in conversations(1200, 2)]
+    chats = [{"messages": row[-2:]} for row in conversations(1200, 2)]
     preferred = [
         {name: f"\n\nHuman: What is {x} + {y}?\n\nAssistant: {z}" for name, z in (("chosen", x + y), ("rejected", x))}
         for x, y in pairs
