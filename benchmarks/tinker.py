@@ -5,8 +5,9 @@
 
 A model of 0.2 M weights, trainer on core 1, engine on core 0, clients beside them, rounds interleaved. Parts:
 
-- `loops`: `over_plain_loop`: steps/s of an RL loop (16 samples of 32 tokens) by the SDK, over those of the same
-  data through adapter, optimiser and engine in one process (`sl_over_plain_loop`: of 8 x 60 supervised tokens).
+- `loops`: `over_plain_loop`: steps/s of an RL loop by the SDK, a request for each of two groups of 8 samples of 32
+  tokens as in the cookbook's rl_loop, over those of the same data through adapter, optimiser and engine in one process
+  (`single_...`: with a request for each sample; `sl_over_plain_loop`: of 8 x 60 supervised tokens).
   `two_tenants_over_one`: steps/s of two clients at once over one's, the worse of both loops. `service_cpu_ms`: CPU of
   the service's own process for a step of the RL loop.
 - `adapters`: `adapters8_over_1`: the worse of training's (steps/s of eight tenants in turn over those of one with the
@@ -43,7 +44,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 from parts.resumed import run_parts
-from parts.tinker_client import PROMPT, RL_SAMPLES, RL_TOKENS, SL_ROWS, SL_TOKENS
+from parts.tinker_sizes import GROUP, PROMPT, RL_SAMPLES, RL_TOKENS, SL_ROWS, SL_TOKENS
 
 from headway.config.adapter import AdapterConfig
 from headway.control.shared_pool import TenantLoad, shared_pool
@@ -62,8 +63,8 @@ from headway.trainer.tenants.service import TenantTrainerService
 Report = dict[str, Any]
 CLIENT = Path(__file__).resolve().parent / "parts" / "tinker_client.py"
 SETTINGS = OptimiserSettings(learning_rate=1e-4, max_grad_norm=float("inf"))
-TOKENS = range(300, 500)
-SLOTS, STRAGGLER_STEPS = 16, 60
+TOKENS = range(100, 300)
+SLOTS = 16
 
 
 def write_model(folder: Path, width: int = 64, layers: int = 3) -> Path:
@@ -73,13 +74,15 @@ def write_model(folder: Path, width: int = 64, layers: int = 3) -> Path:
         sizes: dict[str, int] = {"vocabulary_size": 512, "layers": layers, "width": width, "intermediate": 4 * width}
         initialise_model(model, texts, heads=max(4, width // 64), kv_heads=max(2, width // 128), **sizes)
         config = json.loads((model / "config.json").read_text())
-        assert config["vocab_size"] <= 512
+        assert config["vocab_size"] >= TOKENS.stop
     return model
 
 
 def trainer_in(folder: Path, model: Path, **settings: Any) -> TenantTrainerService:
-    context = SimpleNamespace(device=parse_device("cpu"), log=None)
-    return TenantTrainerService(context, model_path=str(model), store=str(folder), **settings)
+    context = SimpleNamespace(device=parse_device("cpu:0-1"), log=None)
+    trainer = TenantTrainerService(context, model_path=str(model), store=str(folder), **settings)
+    torch.set_num_threads(1)  # as on the one core that a worker has
+    return trainer
 
 
 # --- live: the service and clients --------------------------------------------------------------------------------
@@ -94,7 +97,7 @@ def serving(folder: Path, model: Path, slots: int) -> Iterator[tuple[int, str]]:
         f'[model]\npath = "{model}"\n[generator]\ndevices = ["cpu:0"]\nslots = {slots}\n'
         f'[trainer]\ndevices = ["cpu:1"]\n[endpoint]\naddress = "127.0.0.1:0"\n[tinker]\nstore = "{folder}/store"\n'
     )
-    command = [sys.executable, "-m", "headway", "serve-tinker", str(file)]
+    command = [str(Path(sys.executable).with_name("headway")), "serve-tinker", str(file)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     assert process.stdout is not None
@@ -115,11 +118,10 @@ def run_clients(
     environment = {**os.environ, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     processes = [
         subprocess.Popen(
-            [str(arguments.client), str(CLIENT), address, str(model), kind, str(steps), str(seed)],
+            [str(arguments.client), "-W", "ignore", str(CLIENT), address, str(model), kind, str(steps), str(seed)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             text=True,
         )
         for seed, kind in enumerate(kinds)
@@ -150,7 +152,7 @@ def loops(arguments: argparse.Namespace) -> Report:
         model = write_model(folder)
         for number in range(arguments.rounds):
             with serving(folder / f"served{number}", model, 64) as (pid, address):
-                for kind in ("rl", "sl"):
+                for kind in ("rl", "single", "sl"):
                     used_s = cpu_s(pid)
                     (one,) = run_clients(arguments, address, model, [kind], arguments.steps)
                     used_s = cpu_s(pid) - used_s
@@ -169,11 +171,14 @@ def loops(arguments: argparse.Namespace) -> Report:
         "sl_over_plain_loop": medians["sl_over_plain"],
         "two_tenants_over_one": min(medians["rl_two"], medians["sl_two"]),
         "service_cpu_ms": medians["rl_cpu_ms"],
+        "single_over_plain_loop": medians["single_over_plain"],
+        "single_service_cpu_ms": medians["single_cpu_ms"],
         "loops": {key: [min(values), statistics.median(values), max(values)] for key, values in measured.items()},
     }
 
 
 def slots(arguments: argparse.Namespace) -> Report:
+    steps = arguments.steps * 3 // 2
     ratios, idle_rows, savings = list[float](), list[list[float]](), list[float]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -182,14 +187,14 @@ def slots(arguments: argparse.Namespace) -> Report:
             with serving(folder / f"served{number}", model, SLOTS) as (_, address):
                 (full,) = run_clients(arguments, address, model, ["full"], 20)
                 most = full["tokens"] / full["seconds"]
-                (one,) = run_clients(arguments, address, model, ["stragglers"], STRAGGLER_STEPS)
-                four = run_clients(arguments, address, model, ["stragglers"] * 4, STRAGGLER_STEPS)
+                (one,) = run_clients(arguments, address, model, ["stragglers"], steps)
+                four = run_clients(arguments, address, model, ["stragglers"] * 4, steps)
             together_s = max(report["seconds"] for report in four)
             rates = one["tokens"] / one["seconds"], sum(report["tokens"] for report in four) / together_s
             idle = [1 - rate / most for rate in rates]
             ratios.append(idle[1] / idle[0])
             idle_rows.append(idle)
-            predicted = predicted_saving(one)
+            predicted = predicted_saving(one, steps)
             savings.append((1 - rates[0] / rates[1]) / predicted)
             print(f"round {number}: idle {idle} of {most:.0f} tokens/s, saving {savings[-1]:.2f} x {predicted:.2f}")
     return {
@@ -200,16 +205,16 @@ def slots(arguments: argparse.Namespace) -> Report:
     }
 
 
-def predicted_saving(one: Report) -> float:
+def predicted_saving(one: Report, steps: int) -> float:
     """What four tenants save, by the lengths and times of one's run."""
     token_s = one["sampling_s"] / one["longest_tokens"]
     load = TenantLoad(
         slots=SLOTS,
         rollouts=RL_SAMPLES,
-        mean_s=token_s * one["tokens"] / (STRAGGLER_STEPS * RL_SAMPLES),
+        mean_s=token_s * one["tokens"] / (steps * RL_SAMPLES),
         spread=8.0,
-        train_s=(one["seconds"] - one["sampling_s"]) / STRAGGLER_STEPS,
-        steps=STRAGGLER_STEPS,
+        train_s=(one["seconds"] - one["sampling_s"]) / steps,
+        steps=steps,
     )
     return statistics.mean(shared_pool(load, 4, seed).saving for seed in range(10))
 
@@ -227,7 +232,7 @@ def plain_rate(folder: Path, model: Path, kind: str, steps: int) -> float:
         if step == 0:
             began_s = time.perf_counter()
         training_pass = random_pass(random, SL_ROWS, SL_TOKENS)
-        if kind == "rl":
+        if kind != "sl":
             training_pass = sampled_pass(trainer, engine, random)
         trainer.forward_backward("m", training_pass)
         trainer.optim_step("m", step + 3, SETTINGS)
@@ -251,7 +256,7 @@ def sampled_pass(trainer: TenantTrainerService, engine: TorchEngine, random: np.
     copied = Lora(lora.targets)
     copied.copy_weights(lora.weights())
     engine.add_adapter("m", copied)
-    prompts = {str(i): TokenIds([*PROMPT, 300 + i]) for i in range(RL_SAMPLES)}
+    prompts = {str(i): TokenIds([*PROMPT, 100 + i // GROUP]) for i in range(RL_SAMPLES)}
     engine.submit(
         [
             GenerationRequest(
@@ -326,7 +331,7 @@ def sampling_by_adapters(folder: Path, rounds: int) -> list[float]:
                 [
                     GenerationRequest(
                         request_id=str(i),
-                        prompt_ids=TokenIds([*PROMPT, 300 + i]),
+                        prompt_ids=TokenIds([*PROMPT, 100 + i]),
                         adapter=f"a{i % count}",
                         sampling=SamplingParameters(max_tokens=24, seed=i),
                     )

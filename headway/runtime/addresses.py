@@ -30,6 +30,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+@functools.lru_cache(256)
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach ``address``."""
     host, _ = split_address(address)
@@ -39,6 +40,7 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
+@functools.lru_cache(256)
 def is_loopback_host(host: str) -> bool:
     """Whether a request's header ``host``, a name with or without a port, is one of this machine's names for itself."""
     match = re.fullmatch(r"(\[[^\]]*\]|[^:]*)(:\d*)?", host.strip().lower())

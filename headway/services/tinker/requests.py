@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
@@ -213,8 +214,13 @@ def parsed(body: Mapping[str, Any], kind: type[Body]) -> Body:
         raise TenantRefused(f"{kind.__name__}: {error}") from None
 
 
+@cache
+def _field_types(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(kind)}
+
+
 def _require_known(body: Mapping[str, Any], kind: type[msgspec.Struct], prefix: str) -> None:
-    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    fields = _field_types(kind)
     for name, content in body.items():
         if name not in fields and content not in (None, False, 0, "", [], {}):
             raise TenantRefused(f"{prefix}{name} = {content!r}: this service has no such field: valid: not set")
