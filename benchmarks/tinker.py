@@ -16,6 +16,7 @@ A model of 0.2 M weights, trainer on core 1, engine on core 0, clients beside th
   (`cobatch_8_long`: of 192).
 - `slots`: `idle_slots_4_over_1`: share of the engine's 16 slots that idle while four clients run steps of 16 samples of
   log-normal lengths (99th percentile: 8 medians), over the share with one. Idle: 1 - tokens/s over those of full slots.
+  The engine's steps are held to 8 ms, whatever their rows, as on a GPU (`parts/paced_tinker.py`).
   `saving_over_predicted`: what a token costs less with four, over what `headway cost service` predicts from the times
   of the one's run (`control/shared_pool.py`).
 
@@ -64,7 +65,7 @@ Report = dict[str, Any]
 CLIENT = Path(__file__).resolve().parent / "parts" / "tinker_client.py"
 SETTINGS = OptimiserSettings(learning_rate=1e-4, max_grad_norm=float("inf"))
 TOKENS = range(100, 300)
-SLOTS = 16
+SLOTS, STEP_S = 16, 8e-3
 
 
 def write_model(folder: Path, width: int = 64, layers: int = 3) -> Path:
@@ -89,17 +90,19 @@ def trainer_in(folder: Path, model: Path, **settings: Any) -> TenantTrainerServi
 
 
 @contextmanager
-def serving(folder: Path, model: Path, slots: int) -> Iterator[tuple[int, str]]:
-    """The service's process id and address."""
+def serving(folder: Path, model: Path, slots: int, step_s: float = 0.0) -> Iterator[tuple[int, str]]:
+    """The service's process id and address; the engine's steps take ``step_s`` at least."""
     folder.mkdir()
     file = folder / "tinker.toml"
     file.write_text(
         f'[model]\npath = "{model}"\n[generator]\ndevices = ["cpu:0"]\nslots = {slots}\n'
         f'[trainer]\ndevices = ["cpu:1"]\n[endpoint]\naddress = "127.0.0.1:0"\n[tinker]\nstore = "{folder}/store"\n'
     )
-    command = [str(Path(sys.executable).with_name("headway")), "serve-tinker", str(file)]
+    program = CLIENT.with_name("paced_tinker.py")
+    command = [sys.executable, str(program), str(step_s), "serve-tinker", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(program.parent)}
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     assert process.stdout is not None
     try:
         address = next(
@@ -184,7 +187,7 @@ def slots(arguments: argparse.Namespace) -> Report:
         folder = Path(name)
         model = write_model(folder)
         for number in range(arguments.rounds):
-            with serving(folder / f"served{number}", model, SLOTS) as (_, address):
+            with serving(folder / f"served{number}", model, SLOTS, STEP_S) as (_, address):
                 (full,) = run_clients(arguments, address, model, ["full"], 20)
                 most = full["tokens"] / full["seconds"]
                 (one,) = run_clients(arguments, address, model, ["stragglers"], steps)
