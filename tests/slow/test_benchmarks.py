@@ -121,6 +121,15 @@ def test_weight_deltas_in_short() -> None:
     assert min(result["pause_over_copy"], result["encode_over_copy"], result["step_with_encoding"]) > 0
 
 
+def test_tinker_in_short() -> None:
+    command = [sys.executable, str(BENCHMARKS / "tinker.py"), "--parts", "cobatch", "--rounds", "1", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["cobatch_8"] > 1  # a common pass is cheaper than eight of 16 tokens
+    assert result["over_skyrl"] is None
+
+
 @pytest.mark.long
 def test_links_in_short() -> None:
     """No timing is asserted: `--quick` is too short to measure anything."""
