@@ -7,7 +7,7 @@ import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -185,32 +185,52 @@ def copy_into(parameters: dict[str, P], tensors: Mapping[str, Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
+class OverwrittenValues(NamedTuple):
+    """Values of one parameter that an update changes, in its dtype and on its device."""
+
+    name: str
+    positions: Tensor  # int64, in the flat parameter
+    values: Tensor
+
+
+def overwritten_values(
+    model: nn.Module, tensors: Mapping[str, Tensor], changes: Iterable[tuple[str, Tensor, Tensor, Any]]
+) -> list[OverwrittenValues] | None:
+    """Prepare ``changes``, (name, positions in the flat tensor, values, any) that lead from the present parameters to
+    ``tensors``, for `adopt_weights`; None where that takes the tensors themselves, or has to copy them."""
+    parameters = dict(model.named_parameters())
+    if _are_adoptable(parameters, tensors) or not all(parameter.is_contiguous() for parameter in parameters.values()):
+        return None
+    return [
+        OverwrittenValues(name, positions.to(parameter.device), values.to(parameter.device, parameter.dtype))
+        for name, positions, values, _ in changes
+        for parameter in (parameters[name],)
+    ]
+
+
 def adopt_weights(
-    model: nn.Module, tensors: Mapping[str, Tensor], changes: Iterable[tuple[str, Tensor, Tensor, Any]] | None = None
+    model: nn.Module, tensors: Mapping[str, Tensor], changes: Iterable[OverwrittenValues] | None = None
 ) -> bool:
     """Take over ``tensors`` without copying if they have the model's dtype and device, else copy as `copy_weights`.
-    ``changes``: those from the present parameters, if known: (name, positions in the flat tensor, values, any).
-    Then these alone are copied.
+    ``changes``: those from the present parameters, if known, of which a later one counts: these alone are copied then.
 
     Returns True if the tensors have become the parameters; the caller must not change them then.
     """
     parameters = checked(dict(model.named_parameters()), tensors)
-    if any((old.dtype, old.device) != (tensors[name].dtype, tensors[name].device) for name, old in parameters.items()):
-        if changes is None or not all(parameter.is_contiguous() for parameter in parameters.values()):
-            copy_weights(model, tensors)
-        else:
-            _overwrite(parameters, changes)
-        return False
-    for name, parameter in parameters.items():
-        parameter.data = tensors[name]
-    return True
+    if _are_adoptable(parameters, tensors):
+        for name, parameter in parameters.items():
+            parameter.data = tensors[name]
+        return True
+    if changes is None:
+        copy_weights(model, tensors)
+    for name, positions, values in changes or ():
+        parameters[name].data.view(-1).scatter_(0, positions, values)
+    return False
 
 
-def _overwrite(parameters: Mapping[str, nn.Parameter], changes: Iterable[tuple[str, Tensor, Tensor, Any]]) -> None:
-    with torch.no_grad():
-        for name, positions, values, _ in changes:
-            parameter = parameters[name]
-            parameter.view(-1)[positions.to(parameter.device)] = values.to(parameter.device, parameter.dtype)
+def _are_adoptable(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> bool:
+    pairs = ((parameter, tensors[name]) for name, parameter in parameters.items())
+    return all((old.dtype, old.device) == (new.dtype, new.device) for old, new in pairs)
 
 
 def checked(parameters: dict[str, P], tensors: Mapping[str, Tensor]) -> dict[str, P]:

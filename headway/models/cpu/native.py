@@ -116,14 +116,17 @@ class Kernels:
         # id of a weight -> panels of its next value, rows in them, the value's address
         self._staged: dict[int, tuple[Tensor, int, int]] = {}
         self._spare: dict[int, Tensor] = {}  # id of a weight -> panels that staged ones have replaced
+        # id of a weight -> (positions in its panels, values) of all changes since the last `pack`; None: unknown
+        self._changes: dict[int, list[tuple[Tensor, Tensor]]] | None = None
 
     def pack(self, weights: Iterable[Tensor], *, staged: bool = False) -> None:
         """Keep copies of these matrices [columns, depth], and of no others, in the order in which `linear` reads them.
         It must be called again when a value changes. ``staged``: `stage` may have been called with the very
-        tensors that are the values now.
+        tensors that are the values now, or `stage_changes` with all that has changed in place.
         No-op for bfloat16, whose products are torch's."""
         if self.dtype != torch.float32:
             return
+        changes, self._changes = self._changes if staged else None, None
         old_panels, self._panels = self._panels, {}
         staged_by_id, self._staged = self._staged if staged else {}, {}
         spare, self._spare = self._spare, {}
@@ -132,7 +135,11 @@ class Kernels:
             packed_weight, panels = old_panels.get(weight_id, (None, None))
             panels = panels if packed_weight is weight else None
             next_panels, *staged_as = staged_by_id.get(weight_id, (None,))
-            if next_panels is not None and panels is not None and staged_as == [len(weight), weight.data_ptr()]:
+            if changes is not None and panels is not None:
+                for positions, values in changes.get(weight_id, ()):
+                    panels.view(-1).scatter_(0, positions, values)
+                self._panels[weight_id] = weight, panels
+            elif next_panels is not None and panels is not None and staged_as == [len(weight), weight.data_ptr()]:
                 self._panels[weight_id], self._spare[weight_id] = (weight, next_panels), panels
             else:
                 self._panels[weight_id] = weight, self.packed(weight, panels)
@@ -153,6 +160,17 @@ class Kernels:
             begin = first_row * depth * weight.element_size()  # in both: panels are whole
             self._functions["pack"](content.data_ptr() + begin, panels.data_ptr() + begin, last_row - first_row, depth)
         self._staged[weight_id] = panels, last_row, content.data_ptr()
+
+    def stage_changes(self, changes: Iterable[tuple[Tensor, Tensor, Tensor]] | None) -> None:
+        """Prepare for (matrix, positions in it as a flat tensor, values): all that the next `pack` finds changed in
+        place. None: not known."""
+        self._changes = None if changes is None else {}
+        for weight, positions, values in changes or ():
+            if self.packs(weight) and self._changes is not None:
+                columns, depths = positions // weight.shape[1], positions % weight.shape[1]
+                panels, inside = columns // self.panel_columns, columns % self.panel_columns
+                in_panels = (panels * weight.shape[1] + depths) * self.panel_columns + inside
+                self._changes.setdefault(id(weight), []).append((in_panels, values))
 
     def packed(self, weight: Tensor, panels: Tensor | None = None) -> Tensor:
         """The panels of a float32 matrix [columns, depth], written into ``panels`` if given."""

@@ -163,6 +163,32 @@ def test_yielded_replica_and_a_second_version_wait_for_the_first(replica: Replic
 @pytest.mark.skipif(
     native.missing_reason(torch.float32, torch.device("cpu")) != "", reason="there is no compiler for the kernels"
 )
+@pytest.mark.parametrize("density", [0.01, 0.2])
+def test_panels_that_a_delta_overwrites_are_those_of_the_new_weights(replica: Replica, tmp_path: Path, density: float):
+    """Published in bfloat16, computed in float32: values and the kernels' copies are overwritten where they differ; of
+    many values the copies are made anew."""
+    kernels, generator = replica.engine._runner._kernels, torch.Generator().manual_seed(0)
+    weights = {name: tensor.float() for name, tensor in replica.scaled(1.0).items()}
+    with Publisher("run", directory=tmp_path, dtype=torch.bfloat16, whole_every=100) as publisher:
+        for version in range(1, 7):
+            replica.submit(f"r{version}")
+            replica.service.tick()
+            for tensor in weights.values():
+                tensor[torch.rand(tensor.shape, generator=generator) < density] *= 1.5
+            published = publisher.publish(version, weights)
+            pending = replica.service.update_weights(published, "keep")
+            while isinstance(pending, Future) and not pending.done():
+                replica.service.tick()
+            assert bool(published.deltas) == (version > 1)
+            assert replica.computes_with({name: tensor.bfloat16().float() for name, tensor in weights.items()})
+            fresh = native.Kernels(native._library(), torch.float32)  # type: ignore[arg-type]
+            for weight, panels in kernels._panels.values():
+                assert torch.equal(panels, fresh.packed(weight))
+
+
+@pytest.mark.skipif(
+    native.missing_reason(torch.float32, torch.device("cpu")) != "", reason="there is no compiler for the kernels"
+)
 def test_staged_panels_are_those_of_the_new_weights(replica: Replica, tmp_path: Path):
     """After every update, prefetched or not, the kernels' copies equal those that are packed afresh."""
     kernels = replica.engine._runner._kernels

@@ -26,6 +26,7 @@ from headway.generator.engines.torch.model_runner import ModelRunner, Prefill
 from headway.generator.engines.torch.slot_engine import SlotEngine, SlotOptions
 from headway.generator.engines.torch.slot_table import HEADROOM_TOKENS
 from headway.models.decoder import Decoder
+from headway.models.loading import OverwrittenValues
 from headway.models.lora import Lora
 from headway.records.generation import EngineStatistics, GenerationRequest, Probe, ProbeScores
 from headway.records.tokens import TokenIds, TokenRows
@@ -314,6 +315,9 @@ class TorchEngine(SlotEngine[AdapterRevisions]):
 
     def _stage(self, name: str, tensor: Tensor, size: int) -> None:
         self._runner.stage(name, tensor, size)
+
+    def _stage_changes(self, changes: Sequence[OverwrittenValues] | None) -> None:
+        self._runner.stage_changes(changes)
 
     def _weights_changed(self, *, staged: bool = False) -> None:
         self._runner.weights_changed(staged=staged)

@@ -27,12 +27,14 @@ from headway.models.cpu import native
 from headway.models.decoder import Decoder, DecoderLayer
 from headway.models.experts import aligned
 from headway.models.hidden_states import HiddenStates
+from headway.models.loading import OverwrittenValues
 from headway.models.lora import Lora
 from headway.models.masked import causal_attention, masked_attention, visible_mask
 from headway.records.generation import POLICY_ADAPTER, PathScores, Probe, ProbeScores
 from headway.records.tokens import EXPERTS, ExpertRouting, TokenRows
 
 _NONE = np.zeros(0, np.int64)
+_FEW = 1 / 16  # of all values: more are packed anew sooner than overwritten one by one
 
 
 class Prefill(NamedTuple):
@@ -128,6 +130,14 @@ class ModelRunner:
         steps."""
         if self._kernels is not None and (weight := self._parameters.get(name)) is not None and content.ndim == 2:
             self._kernels.stage(weight, content, size // content[0].nbytes)
+
+    def stage_changes(self, changes: Sequence[OverwrittenValues] | None) -> None:
+        """Prepare the kernels' copies for all values that will be overwritten, beside the steps; None: not known."""
+        if self._kernels is not None:
+            most_values = _FEW * sum(weight.numel() for weight in self._parameters.values())
+            few = changes is not None and sum(len(change.values) for change in changes) < most_values
+            known = [(self._parameters[name], positions, values) for name, positions, values in changes or ()]
+            self._kernels.stage_changes(known if few else None)
 
     def weights_changed(self, *, staged: bool = False) -> None:
         """Repack the kernels' copies of the weights; call this after every change of the model's weights. ``staged``:

@@ -19,7 +19,7 @@ from headway.generator.engines.prompt_pass import PromptPass
 from headway.generator.engines.requests import EngineRequest
 from headway.generator.engines.revisions import Revisions
 from headway.generator.engines.torch.slot_table import SlotTable
-from headway.models.loading import adopt_weights, copy_weights
+from headway.models.loading import OverwrittenValues, adopt_weights, copy_weights, overwritten_values
 from headway.models.packed_model import PackedModel
 from headway.records.errors import ConfigurationError
 from headway.records.generation import (
@@ -103,6 +103,7 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self._model_changes = 0  # of its weights so far
         self._subscriber = Subscriber(CudaMemory.of(next(model.parameters()).device))
         self._prefetched: tuple[PublishedWeights, dict[str, Tensor], float] | None = None  # with the seconds it took
+        self._changes: list[OverwrittenValues] | None = None  # from the live weights to what is prefetched, if known
         self._live = ""  # checksum of the fetched version whose values the parameters have; "": unknown
         self._damage = ""  # of the live weights, that a `prefetch` has found and no `apply` has reported
         self._checks = 0  # of live weights so far
@@ -128,8 +129,12 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         """Prepare, beside the steps, for ``tensor`` as the next value of a weight: its first ``size`` bytes are there,
         and aren't verified yet."""
 
+    def _stage_changes(self, changes: Sequence[OverwrittenValues] | None) -> None:
+        """Prepare, beside the steps, for these as all values that the next update overwrites; None: for all others."""
+
     def _weights_changed(self, *, staged: bool = False) -> None:
-        """Note that the model's weights have changed; ``staged``: to what `_stage` was called with."""
+        """Note that the model's weights have changed; ``staged``: to what `_stage` and `_stage_changes` were called
+        with."""
 
     def _settle(self) -> None:
         """Wait for a step that is being computed, and take its tokens."""
@@ -258,6 +263,9 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         self._damage = self._damage or self._damage_of_changing()
         if self._damage:  # what is published must not build on it
             self._live = ""
+        changes = None if published.adapter else self._subscriber.changes_from(self._live)
+        self._changes = None if changes is None else overwritten_values(self._model, tensors, changes)
+        self._stage_changes(self._changes)
         self._prefetched = published, tensors, self._now() - started_s
 
     def apply(self, published: PublishedWeights, mode: UpdateMode) -> AppliedWeights:
@@ -328,10 +336,11 @@ class SlotEngine(Engine[EngineRequest], Generic[Adapters]):
         old_paused_s = self._paused_s
         with self.paused():
             self._settle()
-            live, self._live = self._live, ""  # until the caller knows
+            self._live = ""  # until the caller knows
+            changes, self._changes = self._changes, None
             if not adopt:
                 copy_weights(self._model, tensors)
-            elif adopt_weights(self._model, tensors, self._subscriber.changes_from(live)):
+            elif adopt_weights(self._model, tensors, changes):
                 self._subscriber.keep()
             self._weights_changed(staged=adopt)
             self._model_changes += 1
