@@ -35,7 +35,7 @@ of changed values; `delta_bytes_share`, a delta's bytes over the whole version's
 H(difference), tensor by tensor; `worst_tensor_over_bound`, of one tensor's delta alone (of 512 KiB or more, for each
 has three heads); `encode_over_copy`, `pause_over_copy` and `fetch_over_copy` (beside the steps) over a warm copy of
 the whole version on the same core; `step_with_encoding`, a training step beside which a version is published with its
-delta over one beside which it is published without; `over_whole`, the seconds of the first delta over those of a
+delta over one beside which it is published without; `over_whole`, the seconds of the sixth delta over those of a
 whole version through a relay of 100 Mbit/s between two mirrors. The last line has those of the lowest rate, and all
 under `rates`.
 """

@@ -148,7 +148,7 @@ def test_kills_of_service_trainer_and_generator_change_no_bit(inputs: Path, tmp_
     ("overrides", "message"),
     [
         (["--generator.engine=vllm"], "generator.engine = 'vllm': its adapters are fixed at its start; valid: 'torch'"),
-        (["--endpoint.address=0.0.0.0:8000"], "over plain HTTP, which shows everyone the keys: valid: an address of"),
+        (["--endpoint.address=0.0.0.0:8000"], "over plain HTTP, which shows everyone the keys: valid: a loopback"),
         (["--trainer.devices=['cpu:0']"], "is the generator's: valid: a device of its own"),
         (["--model.adapter.rank=4"], "model.adapter is set: valid: unset"),
         (["--tinker.max_rnk=4"], "max_rank"),

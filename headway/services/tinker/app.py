@@ -46,9 +46,9 @@ Fields = Mapping[str, Any]
 class TinkerApp(HttpApp):
     """ASGI application that speaks the protocol of the tinker SDK.
 
-    What can't be done gets 4xx with the name of the field; a request that has a sequence number is always committed,
-    and its error is its future's, so that the numbers stay whole. A log that can't be written is 503: nothing was
-    committed, and the SDK tries again.
+    A request with a sequence number is committed before its content is checked: an error in the content fails its
+    future and uses up its number, so that the sequence has no gap. Statuses of 400 and more commit nothing; 503, for a
+    log that can't be written, is repeated by the SDK.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class TinkerApp(HttpApp):
         scope, sequence = self._owned_request(tenant, _text(fields, "request_id"))
         request = self._log.request(scope, sequence)
         if request is not None and request.kind != "asample":
-            raise TenantRefused(f"request_id: {scope}:{sequence} is a {request.kind}: valid: samples alone")
+            raise TenantRefused(f"request_id: {scope}:{sequence} is a {request.kind}: valid: one of asample")
         if request is not None:
             await self._dispatch.cancel(request)
         return {}
@@ -335,7 +335,7 @@ class TinkerApp(HttpApp):
         session: LoggedSession = self._catalogue.owned("sessions", tenant, body.session_id)
         if body.model_path is None and body.base_model != self._base.name:
             raise TenantRefused(f"base_model = {body.base_model!r}: valid: {self._base.name!r}, or a model_path")
-        path = body.model_path and self._operations.checkpoint(body.model_path, tenant).path
+        path = body.model_path and self._operations.checkpoint(body.model_path, tenant, "model_path").path
         sampler = LoggedSampler(
             id=f"{session.id}:sample:{body.sampling_session_seq_id}",
             session=session.id,

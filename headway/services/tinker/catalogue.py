@@ -112,7 +112,7 @@ class TinkerCatalogue:
     def weights_info(self, tenant: str, path: str) -> dict[str, Any]:
         """Describe a checkpoint's adapter. Raises HttpError 404."""
         try:
-            adapter = self._operations.checkpoint(path, tenant).settings()
+            adapter = self._operations.checkpoint(path, tenant, "tinker_path").settings()
         except TenantRefused as error:
             raise HttpError(404, str(error), code="not_found") from None
         return {

@@ -111,7 +111,7 @@ class TinkerDispatch:
         open_count = len(live.order) if live else sum(scope == request.scope for scope, _ in self._samples)
         turn = live.order.next_sequence if live else -1  # the one that others wait for is never refused
         if open_count >= _OPEN_REQUESTS and request.sequence > turn:
-            raise TooManyRequests(f"{request.scope} has {open_count} requests without a reply: valid: {_OPEN_REQUESTS}")
+            raise TooManyRequests(f"{request.scope} has {open_count} requests without a reply: valid: again, later")
         if self._log.request(*(key := (request.scope, request.sequence))) is None:
             self.accounts.arrive(session.tenant, key, tokens, refusable=request.sequence > turn)
         try:

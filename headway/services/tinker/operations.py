@@ -174,13 +174,15 @@ class Operations:
                 lags.append((model.steps - step, max(0, span.length)))
         return lags
 
-    def checkpoint(self, path: str, tenant: str) -> LoggedCheckpoint:
-        """Return a checkpoint that a tenant may read: its own, or a published one. Raises TenantRefused."""
-        checkpoint: LoggedCheckpoint | None = self._log.get("checkpoints", checkpoint_path(path)[0])
+    def checkpoint(self, path: str, tenant: str, field: str = "path") -> LoggedCheckpoint:
+        """Return a checkpoint that a tenant may read: its own, or a published one. Raises TenantRefused that names the
+        ``field`` of the path."""
+        checkpoint: LoggedCheckpoint | None = self._log.get("checkpoints", checkpoint_path(path, field)[0])
         readable = checkpoint is not None and (checkpoint.tenant == tenant or checkpoint.public)
         expired = checkpoint is not None and (checkpoint.expires_s or float("inf")) <= self._wall()
         if checkpoint is None or not readable or expired:
-            raise TenantRefused(f"path = {path!r}: there is no such checkpoint, or no longer")
+            reason = "there is no such checkpoint, it has expired, or it isn't published"
+            raise TenantRefused(f"{field} = {path!r}: {reason}: valid: one of yours, or a published one")
         return checkpoint
 
     def _source(self, request: LoggedRequest, model: LoggedModel) -> tuple[bool, LoggedCheckpoint]:
@@ -190,8 +192,12 @@ class Operations:
             raise TenantRefused(f"base_model = {body.base_model!r}: valid: {self._base.name!r}")
         checkpoint = self.checkpoint(body.path, model.tenant)
         kind = checkpoint_path(body.path)[1]
-        if kind == "external_weights" or (kind == "sampler_weights" and body.optimizer):
-            raise TenantRefused(f"path = {body.path!r} has no optimiser state: valid: tinker://MODEL/weights/NAME")
+        if kind == "external_weights":
+            raise TenantRefused(f"path = {body.path!r} is for downloads: valid: tinker://MODEL/weights/NAME")
+        if kind == "sampler_weights" and body.optimizer:
+            raise TenantRefused(
+                f"path = {body.path!r} has no optimiser state: valid: tinker://MODEL/weights/NAME, or optimizer = false"
+            )
         return body.optimizer, checkpoint
 
     async def sample(self, request: LoggedRequest, sampler: LoggedSampler) -> RequestAnswer:

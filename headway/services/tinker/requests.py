@@ -264,13 +264,14 @@ def require_ttl(ttl_s: int | None) -> None:
         raise TenantRefused(f"ttl_seconds = {ttl_s}: valid: {TTL_S[0]} (an hour) to {TTL_S[1]} (ten years)")
 
 
-def checkpoint_path(path: str) -> tuple[str, CheckpointKind]:
-    """Return the path in the store of ``tinker://MODEL/KIND/NAME``, and its kind. Raises TenantRefused."""
+def checkpoint_path(path: str, field: str = "path") -> tuple[str, CheckpointKind]:
+    """Return the path in the store of ``tinker://MODEL/KIND/NAME``, and its kind. Raises TenantRefused that names the
+    ``field``."""
     parts = path.removeprefix("tinker://").split("/")
     if not path.startswith("tinker://") or len(parts) != 3 or parts[1] not in _KINDS:
-        raise TenantRefused(f"path = {path!r}: valid: tinker://MODEL/{'|'.join(_KINDS)}/NAME")
-    require_name(parts[0].replace(":", "_"), "path")
-    require_name(parts[2], "path")
+        raise TenantRefused(f"{field} = {path!r}: valid: tinker://MODEL/{'|'.join(_KINDS)}/NAME")
+    require_name(parts[0].replace(":", "_"), field)
+    require_name(parts[2], field)
     return "/".join(parts), _KINDS[parts[1]]
 
 

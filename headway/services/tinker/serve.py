@@ -131,7 +131,7 @@ def _require_supported(experiment: Experiment) -> None:
     if not is_loopback(address):
         raise ConfigurationError(
             f"endpoint.address = {address!r}: other machines reach it over plain HTTP, which shows everyone the keys: "
-            "valid: an address of 127.0.0.1, behind a proxy with TLS"
+            "valid: a loopback address (127.0.0.1, [::1], localhost), behind a proxy with TLS"
         )
 
 

@@ -125,7 +125,7 @@ class AdapterSampler:
 
     A snapshot is an adapter of the engines by the name of its path; the inflight samplers of a model share one, whose
     revisions replace each other under running requests. An adapter is in the engines while it is among the
-    ``resident`` least recently used ones or has open requests; the next request of another loads it again. Samples of
+    ``resident`` most recently used ones or has open requests; the next request of another loads it again. Samples of
     a request share their prompt's KV.
     """
 
