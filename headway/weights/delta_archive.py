@@ -61,7 +61,9 @@ def kept_chain(folder: Path, version: int, checkpoints: Collection[int]) -> tupl
         content = path.read_bytes()
         delta = delta_in(content, str(path), _checksum_in(path))
         if checksum and delta.checksum != checksum:
-            raise WeightsCorrupt(f"{path} leads to version {reached} of other steps than the one after it begins with")
+            raise WeightsCorrupt(
+                f"{path} gives version {reached} as {delta.checksum}, and the next delta begins with {checksum}"
+            )
         chain.append(DeltaContent(delta, content))
         reached, checksum = delta.base, delta.base_checksum
     return reached, chain[::-1]

@@ -136,7 +136,7 @@ class AdapterTable:
         self._page_out(model_id)
 
     def get(self, model_id: str) -> TrainedAdapter:
-        """Return an adapter, which is resident until ``resident`` - 1 others were used. Raises AdapterNotLoaded, and
+        """Return an adapter, which is resident until ``resident`` others were used. Raises AdapterNotLoaded, and
         StorageFailed for a paged-out one whose file can't be read."""
         if model_id in self._adapters:
             self._adapters.move_to_end(model_id)
