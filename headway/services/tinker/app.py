@@ -302,13 +302,8 @@ class TinkerApp(HttpApp):
     async def _create_session(self, tenant: str, fields: Fields) -> Any:
         body = parsed(fields, CreateSessionBody)
         require_sdk(body.sdk_version)
-        session = LoggedSession(
-            id=secrets.token_hex(8),
-            tenant=tenant,
-            created_s=self._wall(),
-            finished=None,
-            body=msgspec.json.encode(body).decode(),
-        )
+        id, text = secrets.token_hex(8), msgspec.json.encode(body).decode()
+        session = LoggedSession(id=id, tenant=tenant, created_s=self._wall(), finished=None, body=text)
         self._log.commit([insertion(session)])
         self._dispatch.keep_alive(session.id)
         return {"session_id": session.id, "type": "create_session", "warning_message": _MESSAGE}
